@@ -49,7 +49,7 @@ KEY = b"k" * 32
 BLOB = 120  # bytes that a rank hands in at a peer
 PROCESSES = 4  # of the peers
 ROUNDS = 3  # of many workers
-CLIENT_TIMEOUT = 300.0
+CLIENT_TIMEOUT = timedelta(seconds=300)
 STEADY = 3.0  # seconds
 LEASE = 5.0  # seconds; the default, which bounds how rarely slots beat
 FILES_PER_WORKER = 4
@@ -92,12 +92,9 @@ def drive(pipe: Connection, size: int) -> None:
     clock = SystemClock()
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    with RendezvousServer(
-        KEY,
-        1,
-        ServerCallbacks(post, lambda lines: None, heartbeat_interval=partial(heartbeat_interval, LEASE)),
-        clock,
-    ) as server:
+    pace = partial(heartbeat_interval, LEASE)
+    callbacks = ServerCallbacks(post, lambda lines: None, heartbeat_interval=pace)
+    with RendezvousServer(KEY, 1, callbacks, clock) as server:
         effects = partial(execute, server, NoLauncher(), lambda kept: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects, clock, Journal())
         loop.start()
@@ -121,23 +118,6 @@ class Took:
     clients: float  # the clients'
     head_bytes: int  # of all answers
     body_bytes: int  # the same
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What clients of one number take."""
-
-    come: Took  # registration
-    first: Took  # the first rendezvous
-    again: (
-        Took | None
-    )  # a later one, planned; None: with one connection each, workers cannot ask of themselves
-    loss: Took  # the next world after a loss
-    beats: float | None  # heartbeats per second that the driver answers at most
-    steady: float | None  # heartbeats per second that arrive at the pace that slots are told
-    steady_cpu: float | None  # the driver's processor share meanwhile
-    store: float | None  # seconds of TCPStore, a GET a pair; None: too many clients
-    c10d: float | None  # seconds of torchrun's rendezvous; None: too many clients
 
 
 class Cluster:
@@ -197,24 +177,44 @@ def build_clients(folder: Path) -> Path:
     return program
 
 
-def measure_size(program: Path, size: int, store_until: int, c10d_until: int) -> Measurement:
+def measure_size(program: Path, size: int, with_store: bool, with_c10d: bool) -> tuple[list[Row], Took, Took]:
+    """Its rows, the first rendezvous and a loss."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     has_all = FILES_PER_WORKER * size + 256 < files
-    cluster = Cluster(program, size, FILES_PER_WORKER if has_all else 1)
-    again = beats = steady = steady_cpu = None
+    cluster, workers = Cluster(program, size, FILES_PER_WORKER if has_all else 1), f"{size} workers"
+    beats = []
     try:
         come, first = cluster.order("come"), cluster.order("rendezvous")
-        if has_all:
-            again = find_median([cluster.order("rendezvous") for _ in range(count_rounds(size))])
-            beats, _ = cluster.count_beats(STEADY, paced=False)
-            steady, steady_cpu = cluster.count_beats(STEADY, paced=True)
+        later = first
+        if has_all:  # with one connection each, workers cannot ask of themselves
+            later = find_median([cluster.order("rendezvous") for _ in range(count_rounds(size))])
+        if has_all and size >= 32:
+            most, _ = cluster.count_beats(STEADY, paced=False)
+            steady, cpu = cluster.count_beats(STEADY, paced=True)
+            beats = [
+                Row(f"{workers}: heartbeats flat out", most, unit="1/s"),
+                Row(f"{workers}: heartbeats that arrive at the pace that slots are told", steady, unit="1/s"),
+                Row(f"{workers}: driver's CPU then, per worker", cpu / size * 1e3, unit="ms/s"),
+            ]
         losses = min(ROUNDS, size - 1)
         loss = find_median([cluster.order(f"lose {size // 2 - number}") for number in range(losses)])
     finally:
         cluster.close()
-    store = tcp_store(size) if size <= store_until else None
-    c10d = torchrun_rendezvous(size) if size <= c10d_until else None
-    return Measurement(come, first, again, loss, beats, steady, steady_cpu, store, c10d)
+    store = measure_peers(be_store_clients, size, count_rounds(size)) if with_store else None
+    c10d = measure_peers(be_agents, size) if with_c10d else None
+    with_heads = loss.head_bytes + loss.body_bytes
+    rows = [
+        Row(f"{workers}: rendezvous (peer: TCPStore, a GET a pair)", later.wall, store),
+        Row(f"{workers}: first rendezvous, registering and connecting", come.wall + first.wall),
+        Row(f"{workers}: first rendezvous alone (peer: torchrun's, c10d)", first.wall, c10d),
+        Row(f"{workers}: next world after a loss", loss.wall),
+        *make_cpu_rows(f"{workers}: a first rendezvous,", size, first),
+        *make_cpu_rows(f"{workers}: a loss,", size, loss),
+        Row(f"{workers}: a loss, bytes to a worker (bodies)", loss.body_bytes / size, unit="B"),
+        Row(f"{workers}: a loss, bytes to a worker (with heads)", with_heads / size, unit="B"),
+        *beats,
+    ]
+    return rows, first, loss
 
 
 def count_rounds(size: int) -> int:
@@ -229,23 +229,18 @@ def find_median(all_took: list[Took]) -> Took:
 # ---- the peers
 
 
-def tcp_store(size: int) -> float:
-    """Seconds for `size` ranks to read each other's address, one by one, from torch's TCPStore."""
+def measure_peers(
+    clients: Callable[[Connection, int, Sequence[int], int], None], size: int, rounds: int = 1
+) -> float:
+    """Seconds that these clients of torch's TCPStore take, in several processes; the median."""
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return run_in_processes(be_store_clients, server.port, size, count_rounds(size))
-
-
-def run_in_processes(
-    clients: Callable[[Connection, int, Sequence[int], int], None], port: int, size: int, rounds: int = 1
-) -> float:
-    """Seconds that these clients of a store take, in several processes; the median."""
     pipes = []
     for first in range(min(size, PROCESSES)):
         mine, theirs = CONTEXT.Pipe()
         ranks = range(first, size, PROCESSES)
-        CONTEXT.Process(target=clients, args=(theirs, port, ranks, size), daemon=True).start()
+        CONTEXT.Process(target=clients, args=(theirs, server.port, ranks, size), daemon=True).start()
         pipes.append(mine)
     for pipe in pipes:
         pipe.recv()
@@ -260,13 +255,16 @@ def run_in_processes(
     return statistics.median(walls)
 
 
-def be_store_clients(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> None:
+def open_stores(port: int, ranks: Sequence[int]) -> list[Any]:
     from torch.distributed import TCPStore
 
-    patience = timedelta(seconds=CLIENT_TIMEOUT)
-    stores = [
-        TCPStore("127.0.0.1", port, is_master=False, timeout=patience, wait_for_workers=False) for _ in ranks
-    ]
+    options: dict[str, Any] = {"is_master": False, "wait_for_workers": False}
+    return [TCPStore("127.0.0.1", port, timeout=CLIENT_TIMEOUT, **options) for _ in ranks]
+
+
+def be_store_clients(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> None:
+    """Ranks that read each other's address, one by one."""
+    stores = open_stores(port, ranks)
 
     def read(store: Any, rank: int, number: int) -> None:
         store.set(f"{number}/{rank}", os.urandom(BLOB))
@@ -282,27 +280,15 @@ def be_store_clients(pipe: Connection, port: int, ranks: Sequence[int], size: in
             pipe.send(time.monotonic())
 
 
-def torchrun_rendezvous(size: int) -> float:
-    """Seconds for `size` agents of torchrun to form a first world by its own rendezvous."""
-    from torch.distributed import TCPStore
-
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return run_in_processes(be_agents, server.port, size)
-
-
 def be_agents(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> None:
-    from torch.distributed import TCPStore
+    """Agents of torchrun that form a first world by its own rendezvous."""
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-    patience = timedelta(seconds=CLIENT_TIMEOUT)
     agents = []
-    for _ in ranks:
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=patience, wait_for_workers=False)
-        backend = C10dRendezvousBackend(store, "job")
-        agents.append(
-            DynamicRendezvousHandler.from_backend("job", store, backend, size, size, local_addr="127.0.0.1")
-        )
+    for store in open_stores(port, ranks):
+        backend, make = C10dRendezvousBackend(store, "job"), DynamicRendezvousHandler.from_backend
+        agents.append(make("job", store, backend, size, size, local_addr="127.0.0.1"))
     pipe.send("ready")
     pipe.recv()
     with ThreadPoolExecutor(len(agents)) as pool:
@@ -322,53 +308,28 @@ def exponent(points: Sequence[tuple[int, float]]) -> float:
     return sum((a - x) * (b - y) for a, b in logs) / sum((a - x) ** 2 for a, _ in logs)
 
 
-def make_rows(found: dict[int, Measurement]) -> list[Row]:
-    made = []
-    for size, m in found.items():
-        later = m.again or m.first
-        workers = f"{size} workers"
-        made += [
-            Row(f"{workers}: rendezvous (peer: TCPStore, a GET a pair)", later.wall, m.store),
-            Row(f"{workers}: first rendezvous, registering and connecting", m.come.wall + m.first.wall),
-            Row(f"{workers}: first rendezvous alone (peer: torchrun's, c10d)", m.first.wall, m.c10d),
-            Row(f"{workers}: next world after a loss", m.loss.wall),
-            *_make_cpu_rows(f"{workers}: a first rendezvous,", size, m.first),
-            *_make_cpu_rows(f"{workers}: a loss,", size, m.loss),
-            Row(f"{workers}: a loss, bytes to a worker (bodies)", m.loss.body_bytes / size, unit="B"),
-            Row(f"{workers}: a loss, bytes to a worker (with heads)", _bytes_of(m.loss) / size, unit="B"),
-        ]
-        if m.beats is not None and m.steady is not None and m.steady_cpu is not None and size >= 32:
-            pace = f"{workers}: heartbeats that arrive at the pace that slots are told"
-            made += [
-                Row(f"{workers}: heartbeats flat out", m.beats, unit="1/s"),
-                Row(pace, m.steady, unit="1/s"),
-                Row(f"{workers}: driver's CPU then, per worker", m.steady_cpu / size * 1e3, unit="ms/s"),
-            ]
-    large = [(size, m) for size, m in found.items() if size >= 128]
-    if len(large) > 1:
-        firsts, losses = [(n, m.first.driver) for n, m in large], [(n, m.loss.driver) for n, m in large]
-        made.append(
-            Row("growth: driver's CPU of a first rendezvous ~ N^x, N >= 128", exponent(firsts), unit="x")
-        )
-        made.append(Row("growth: driver's CPU of a loss ~ N^x, N >= 128", exponent(losses), unit="x"))
-    return made
-
-
-def _make_cpu_rows(what: str, size: int, took: Took) -> list[Row]:
+def make_cpu_rows(what: str, size: int, took: Took) -> list[Row]:
     return [
         Row(f"{what} driver's CPU per worker", took.driver / size * 1e3, unit="ms"),
         Row(f"{what} clients' CPU per worker", took.clients / size * 1e3, unit="ms"),
     ]
 
 
-def _bytes_of(took: Took) -> int:
-    return took.head_bytes + took.body_bytes
-
-
 def measure(
     sizes: tuple[int, ...] = (2, 8, 32, 128, 512, 2000, 10000), store_until: int = 128, c10d_until: int = 32
 ) -> list[Row]:
     """store_until, c10d_until: largest sizes for the peers."""
+    rows: list[Row] = []
+    firsts, losses = [], []  # (size, the driver's processor seconds), of large sizes
     with tempfile.TemporaryDirectory() as folder:
         program = build_clients(Path(folder))
-        return make_rows({size: measure_size(program, size, store_until, c10d_until) for size in sizes})
+        for size in sizes:
+            found, first, loss = measure_size(program, size, size <= store_until, size <= c10d_until)
+            rows += found
+            if size >= 128:
+                firsts.append((size, first.driver))
+                losses.append((size, loss.driver))
+    if len(firsts) > 1:
+        for what, points in (("a first rendezvous", firsts), ("a loss", losses)):
+            rows.append(Row(f"growth: driver's CPU of {what} ~ N^x, N >= 128", exponent(points), unit="x"))
+    return rows

@@ -30,9 +30,8 @@ from pyspark.sql import functions as F
 
 from benchmarks.parts.ranks import compare_figures, join_group, run_ranks
 from benchmarks.parts.report import Row
-from benchmarks.parts.spark import open_session
+from benchmarks.parts.spark import make_estimator, open_session
 from elastic_collectives import Group
-from spark_elastic import ElasticTorchEstimator
 from spark_elastic.data.store import Store
 from spark_elastic.estimators.dataframes.materialize import WriteOptions, materialize
 
@@ -86,12 +85,8 @@ def batches(case: Case, part: int, parts: int) -> Iterator[tuple[torch.Tensor, t
 def train_plain(
     pipe: Connection, part: int, parts: int, case: Case, threads: int, sums: str, begun: float
 ) -> None:
-    """Send (rows per second of all epochs, seconds from `begun` until all were ready).
-
-    Args:
-        sums: how the parts sum their gradients: "" (not at all), the name of a new file where torch's
-            DistributedDataParallel meets, or "engine": one call of our engine for one flat gradient, and nothing else.
-    """
+    """Send (rows per second of all epochs, seconds from `begun` until all were ready). sums: how the parts sum their
+    gradients: not at all (""), in one call of our "engine", or by DDP, which meets in this new file."""
     torch.set_num_threads(threads)
     with join_group(pipe, part, parts) as group:
         take_step = make_step(case, sums, group)
@@ -144,19 +139,7 @@ def measure_plain_loop(case: Case, threads: int, processes: int = 1, sums: str =
 
 def measure_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
     """Rows per second, and seconds by phase."""
-    model = case.build()
-    estimator = ElasticTorchEstimator(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        batch_size=case.batch,
-        epochs=case.epochs,
-        num_workers=WORKERS,
-        store=store,
-        verbose=0,
-    )
+    estimator = make_estimator(case.build(), case.batch, WORKERS, store, case.epochs)
     summary = estimator.fit(df).summary
     phases = summary.report.phases
     training = phases["training"]
@@ -171,16 +154,9 @@ def measure_fit(case: Case, df: DataFrame, store: str) -> dict[str, float]:
     }
 
 
-def check_files(case: Case) -> None:
-    """Raises ValueError if workers that exchange something would take other numbers of steps."""
-    if len({pq.read_metadata(name).num_rows for name in case.files}) > 1:
-        raise ValueError(
-            "workers that exchange gradients need as many steps each: let the files have as many rows"
-        )
-
-
 def measure_case(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row]:
-    check_files(case)
+    steps = {pq.read_metadata(name).num_rows for name in case.files}
+    assert len(steps) == 1, "workers that exchange gradients need as many steps each"
     phases: list[str] = []
 
     def fit() -> list[float]:

@@ -15,6 +15,7 @@ engine alone in the same run.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import statistics
 import tempfile
@@ -30,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.parts.budget import Budget
 from benchmarks.parts.program import build_program, write_rows
 from benchmarks.parts.ranks import compare_figures
 from benchmarks.parts.report import Row
@@ -283,7 +285,7 @@ def measure_recovery(device: str, backend: str, kills: int) -> tuple[float, floa
         modules = ("torch", "benchmarks.gpu", simulated_nccl.__name__)
         launcher = DeviceLauncher(device, program, preload=modules, room=WORKERS, spare_after=0.0)
         limits = Limits(WORKERS, 1, WORKERS, gather_timeout=60.0, max_global_batch=BATCH * WORKERS)
-        killer = Killer("child", kills, ledger, slow)
+        killer = Killer("child", kills, ledger, slow, Budget(math.inf))
         killer.start()
         settings = ElasticConfig(failure_budget=kills + 10)
         supervise(launcher, CombinedDiscovery(), DriverOptions(), limits, settings, "gpu", JobListener())

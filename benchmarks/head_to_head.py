@@ -60,9 +60,7 @@ PLANS: dict[str, list[Event]] = {
     "scale": [Event(10.0, "remove_host"), Event(30.0, "add_host")],
     "driver": [Event(10.0, "kill_driver")],
 }
-NO_FAULTS = {
-    "continue"
-}  # what repairs what came before it; an added host is a change that each job must take
+NO_FAULTS = {"continue"}  # what repairs what came before; an added host is a change that each job must take
 
 
 class Run:

@@ -7,58 +7,44 @@ median over all rounds of the slowest rank's time. The copies of a step end befo
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
 
-import numpy as np
 import torch
 
+from benchmarks.parts.program import make_step
 from benchmarks.parts.ranks import KEY, find_medians, join_group, run_ranks, take_turns
 from benchmarks.parts.report import Row
 from benchmarks.training_step import build_mlp
 from elastic_collectives import Group
-from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.protocol.types import START, Fence, MembershipVersion, Phase, Position
+from spark_elastic.protocol.types import Fence, Phase, Position
 from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.runs.snapshot import SnapshotBuffer
-from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.torch.loss import ModelLoss
-from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.state import TorchTrainingState
-from spark_elastic.training.torch.step import GradientScaling, TrainStep
-from spark_elastic.training.trainer import StepCall
 
 ROWS = 32  # of each rank
 ORPHAN_TIMEOUT = 1.0  # of the keeper, once its rank has ended
 
 
-def make_step(
+def make_kept_step(
     group: Group, layers: int, width: int, ending: ExitStack, keeper: CommitKeeper | None
 ) -> Callable[[], object]:
     x = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(group.rank))
-    numbers = np.arange(group.rank * ROWS, (group.rank + 1) * ROWS)
-    batch = LocalBatch(ROWS * group.size, numbers, (x,), (x,), None)
-    config = FitConfig.from_params({"feature_cols": ["x"], "label_cols": ["y"], "batch_size": ROWS})
     model = build_mlp(layers, width)
     state = TorchTrainingState(model, torch.optim.Adam(model.parameters(), lr=1e-3))
-    exchange = ending.enter_context(closing(GradientExchange(model.named_parameters())))
-    loss, metrics = ModelLoss(torch.nn.functional.mse_loss, weighted=False), Metrics({}, ["y"], logs=False)
-    taker = TrainStep(state, loss, exchange, config, Ledger(), metrics, GradientScaling())
-    call, numbered = StepCall(group, MembershipVersion(), lambda decision: START), itertools.count(1)
-    commits = None if keeper is None or group.rank else SnapshotBuffer(keeper, warns=False)
+    step = make_step(state, (x, x), torch.nn.functional.mse_loss, group, ending, batch_size=ROWS)
+    if keeper is None or group.rank:
+        return step
+    numbered, commits = itertools.count(1), SnapshotBuffer(keeper, warns=False)
 
-    def step() -> None:
-        taker.run(copy.copy(batch), call)
-        if commits is not None:
-            commits.begin(Position(0, Phase.TRAIN, next(numbered)), state.capture)
-            commits.wait()
+    def step_and_keep() -> None:
+        step()
+        commits.begin(Position(0, Phase.TRAIN, next(numbered)), state.capture)
+        commits.wait()
 
-    return step
+    return step_and_keep
 
 
 def run_rank(pipe: Connection, rank: int, size: int, layers: int, width: int, rounds: int) -> None:
@@ -66,7 +52,7 @@ def run_rank(pipe: Connection, rank: int, size: int, layers: int, width: int, ro
     with join_group(pipe, rank, size) as group, ExitStack() as ending:
         keeper = ending.enter_context(closing(CommitKeeper(KEY, 1, ORPHAN_TIMEOUT)))
         keeper.begin_world(Fence(1, 1), keeps=rank == 0)
-        steps = [make_step(group, layers, width, ending, each) for each in (None, keeper)]
+        steps = [make_kept_step(group, layers, width, ending, each) for each in (None, keeper)]
         pipe.send(take_turns(steps, group.barrier, rounds))
         assert rank or keeper.kept.find_newest() is not None
 

@@ -33,7 +33,7 @@ import torch
 import spark_elastic
 from benchmarks.parts.report import Row
 from benchmarks.parts.rows_loop import train
-from benchmarks.parts.spark import open_session
+from benchmarks.parts.spark import make_estimator, open_session
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel, Rows
 
 WORKERS, WIDTH, BATCH = 2, 256, 512
@@ -96,27 +96,16 @@ def _workers() -> dict[int, int]:
 class Measured:
     """A fit."""
 
-    # Of the worker that had most, in megabytes.
-    peak: float
-    # Seconds.
-    training: float
-    outside: float
+    peak: float  # of the worker that had most, in megabytes
+    training: float  # seconds
+    outside: float  # likewise
 
 
 def measure_fit(folder: Path, fit: Callable[[ElasticTorchEstimator], ElasticTorchModel]) -> Measured:
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    estimator = ElasticTorchEstimator(
-        model=torch.nn.Sequential(model, torch.nn.Flatten(0)),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        batch_size=BATCH,
-        num_workers=WORKERS,
-        store=str(folder / "store"),
-        verbose=0,
-    )
+    flat = torch.nn.Sequential(model, torch.nn.Flatten(0))
+    estimator = make_estimator(flat, BATCH, WORKERS, str(folder / "store"))
     begin = time.monotonic()
     with sample_peaks() as peaks:
         fitted = fit(estimator)
@@ -164,8 +153,7 @@ def measure_loops(megabytes: int = 10_240, groups: tuple[int, ...] = (64, 4)) ->
             with sample_peaks() as peaks:
                 seconds = spark_elastic.run(train, (rows, LOOP_BATCH, WIDTH), num_workers=LOOP_WORKERS)
         case = f"{megabytes:,} MB in row groups of {group} MB: a loop of DDP"
-        found.append(
-            Row(f"{case}: peak of a worker", max(peaks.values()) / MEGABYTE, LOOP_BOUND / MEGABYTE, "MB")
-        )
+        peak = max(peaks.values()) / MEGABYTE
+        found.append(Row(f"{case}: peak of a worker", peak, LOOP_BOUND / MEGABYTE, "MB"))
         found.append(Row(f"{case}: training", rows.count / max(seconds), None, "rows/s"))
     return found

@@ -146,13 +146,10 @@ def write_table(folder: Path, rows: int) -> None:
 
 
 def compare_speeds(folder: Path, processes: int, rounds: int, epochs: int) -> list[Row]:
-    names = [
-        name for name in LOADERS if name != "Lance" or not processes
-    ]  # Lance reads by threads of its own
+    # Lance reads by threads of its own.
+    names = [name for name in LOADERS if name != "Lance" or not processes]
     turns = [[call(name, "read_epochs", folder, processes, epochs) for name in names] for _ in range(rounds)]
-    medians = [
-        [median(figure) for figure in zip(*of_one, strict=True)] for of_one in zip(*turns, strict=True)
-    ]
+    medians = [[median(figure) for figure in zip(*own, strict=True)] for own in zip(*turns, strict=True)]
     found = []
     for name, (speed, peak) in zip(names[1:], medians[1:], strict=True):
         case = f"{processes} worker processes, beside {LOADERS[name].title}"

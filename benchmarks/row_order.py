@@ -27,16 +27,13 @@ CORES = 2
 def make_tables(spark: SparkSession, rows: int) -> dict[str, DataFrame]:
     """Tables by what they hold."""
     all_rows, third = (spark.range(count, numPartitions=4 * CORES) for count in (rows, rows // 3))
+    numbers = [F.rand(n).alias(f"x{n}") for n in range(10)]
     label = (F.col("id") % 2).alias("y")
     vector = array_to_vector(F.array(*(F.rand(seed) for seed in range(50)))).alias("x")
     return {
-        f"{rows:,} rows of 11 numbers": all_rows.select(
-            *(F.rand(n).alias(f"x{n}") for n in range(10)), label
-        ),
+        f"{rows:,} rows of 11 numbers": all_rows.select(*numbers, label),
         f"{rows // 3:,} rows of a vector of 50": third.select(vector, label),
-        f"{rows:,} rows, nearly all copies": all_rows.selectExpr(
-            "id % 7 as a", "id % 11 as b", "id % 2 as y"
-        ),
+        f"{rows:,} rows, nearly all copies": all_rows.selectExpr(*(f"id % {n} as x{n}" for n in (7, 11, 2))),
     }
 
 

@@ -9,31 +9,21 @@ before its first one; the larger of the ranks', each scope in processes of its o
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import torch
 
+from benchmarks.parts.program import make_step
 from benchmarks.parts.ranks import find_medians, join_group, run_ranks, take_turns
 from benchmarks.parts.report import Row
 from elastic_collectives import Group
-from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.protocol.types import START, MembershipVersion
-from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.torch.loss import ModelLoss
-from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.state import TorchTrainingState
-from spark_elastic.training.torch.step import GradientScaling, TrainStep
-from spark_elastic.training.trainer import StepCall
 
 SCOPES = ("worker", "step")
 
@@ -52,27 +42,21 @@ def compare_rows(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(unit @ unit.T / 0.1, torch.arange(len(unit)))
 
 
-def make_step(group: Group, scope: str, rows: int, passes: int, ending: ExitStack) -> Callable[[], object]:
-    """A step of the estimator's worker. rows: of a pass."""
-    own = rows * passes
+def make_scoped_step(
+    group: Group, scope: str, rows: int, passes: int, ending: ExitStack
+) -> Callable[[], object]:
+    """rows: of a pass."""
+    own, model = rows * passes, build_net()
     x = torch.randn(own, 3, 64, 64, generator=torch.Generator().manual_seed(group.rank))
-    numbers = np.arange(group.rank * own, (group.rank + 1) * own)
-    batch = LocalBatch(own * group.size, numbers, (x,), (torch.zeros(own),), None)
-    values = {"feature_cols": ["x"], "label_cols": ["y"], "batch_size": rows, "loss_scope": scope}
-    config = FitConfig.from_params(values)
-    model = build_net()
     state = TorchTrainingState(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    exchange = ending.enter_context(closing(GradientExchange(model.named_parameters())))
-    loss, metrics = ModelLoss(compare_rows, weighted=False), Metrics({}, ["y"], logs=False)
-    taker = TrainStep(state, loss, exchange, config, Ledger(), metrics, GradientScaling())
-    call = StepCall(group, MembershipVersion(), lambda decision: START)
-    return lambda: taker.run(copy.copy(batch), call)
+    config = {"batch_size": rows, "loss_scope": scope}
+    return make_step(state, (x, torch.zeros(own)), compare_rows, group, ending, **config)
 
 
 def run_rank(pipe: Connection, rank: int, size: int, rows: int, passes: int, rounds: int) -> None:
     torch.set_num_threads(1)
     with join_group(pipe, rank, size) as group, ExitStack() as ending:
-        steps = [make_step(group, scope, rows, passes, ending) for scope in SCOPES]
+        steps = [make_scoped_step(group, scope, rows, passes, ending) for scope in SCOPES]
         pipe.send(take_turns(steps, group.barrier, rounds))
 
 
@@ -86,7 +70,7 @@ def read_memory(name: str) -> float:
 def run_memory_rank(pipe: Connection, rank: int, size: int, scope: str, rows: int, passes: int) -> None:
     torch.set_num_threads(1)
     with join_group(pipe, rank, size) as group, ExitStack() as ending:
-        step, before = make_step(group, scope, rows, passes, ending), read_memory("VmRSS")
+        step, before = make_scoped_step(group, scope, rows, passes, ending), read_memory("VmRSS")
         for _ in range(3):
             step()
         pipe.send(read_memory("VmHWM") - before)

@@ -118,18 +118,13 @@ def measure_steps(size: int, net: Net, rounds: int) -> list[Row]:
     """Rows in milliseconds."""
     times = run_between_backends(size, partial(_time_steps, net, rounds))
     local, ddp, gloo_ddp, ddp_alone, fsdp, gloo_fsdp, alone, own = find_medians(times)
-    case = f"{net.name}, {size} ranks"
+    case, added = f"{net.name}, {size} ranks", gloo_ddp - local
     return [
         Row(f"{case}: local step", local, None, "ms"),
         Row(f"{case}: DDP, step", ddp, gloo_ddp, "ms"),
-        Row(f"{case}: DDP, added", ddp - local, gloo_ddp - local, "ms"),
-        Row(
-            f"{case}: DDP, added without an exchange, beside Gloo's",
-            ddp_alone - local,
-            gloo_ddp - local,
-            "ms",
-        ),
-        Row(f"{case}: DistributedOptimizer, added, beside DDP", own - local, gloo_ddp - local, "ms"),
+        Row(f"{case}: DDP, added", ddp - local, added, "ms"),
+        Row(f"{case}: DDP, added without an exchange, beside Gloo's", ddp_alone - local, added, "ms"),
+        Row(f"{case}: DistributedOptimizer, added, beside DDP", own - local, added, "ms"),
         Row(f"{case}: FSDP2, step", fsdp, gloo_fsdp, "ms"),
         Row(f"{case}: FSDP2, added", fsdp - local, gloo_fsdp - local, "ms"),
         Row(f"{case}: FSDP2, step without an exchange, beside Gloo's", alone, gloo_fsdp, "ms"),

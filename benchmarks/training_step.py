@@ -15,7 +15,9 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,11 +66,10 @@ def build_mlp(layers: int, width: int) -> torch.nn.Module:
 def run_rank(pipe: Connection, rank: int, size: int, folder: str, net: Net, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    with join_group(pipe, rank, size) as group, be_worker(group):
+    with join_group(pipe, rank, size) as group, be_worker(group), ExitStack() as ending:
         data = torch.randn(net.rows, net.width, generator=torch.Generator().manual_seed(rank))
-        steps, close = make_contenders(net, data, group)
+        steps = make_contenders(net, data, group, ending)
         pipe.send(take_turns(steps, group.barrier, rounds))
-        close()
     dist.destroy_process_group()
 
 
@@ -83,10 +84,9 @@ def run_tensorflow_rank(
 
 
 def make_contenders(
-    net: Net, data: torch.Tensor, group: Group
-) -> tuple[list[Callable[[], object]], Callable[[], None]]:
-    """(local, ours, DDP's, the exchange alone), and what ends them; with virtual shares also (ours in bitwise mode,
-    the same passes alone)."""
+    net: Net, data: torch.Tensor, group: Group, ending: ExitStack
+) -> list[Callable[[], object]]:
+    """Local, ours, DDP's, the exchange alone; with virtual shares also ours in bitwise mode, the same passes alone."""
     first = net.build()
     models: list[torch.nn.Module] = [
         first,
@@ -95,6 +95,7 @@ def make_contenders(
     ]
     optimizers: list[Any] = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
     optimizers[1] = DistributedOptimizer(optimizers[1], models[1].named_parameters())
+    ending.callback(optimizers[1].close)
 
     def step(which: int) -> None:
         optimizers[which].zero_grad()
@@ -102,12 +103,12 @@ def make_contenders(
         optimizers[which].step()
 
     placed = group.buffer(4 * net.parameters).view(np.float32)
-    alone: Callable[[], object] = lambda: group.allreduce(placed)  # noqa: E731
-    contenders = [lambda: step(0), lambda: step(1), lambda: step(2), alone]
+    contenders: list[Callable[[], object]] = [partial(step, which) for which in range(3)]
+    contenders.append(partial(group.allreduce, placed))
     if not net.virtual_shares:
-        return contenders, optimizers[1].close
+        return contenders
     shares = [part.clone() for part in data.chunk(net.virtual_shares // group.size)]
-    bitwise, close = make_bitwise_step(net, copy.deepcopy(first), shares, group)
+    bitwise = make_bitwise_step(net, copy.deepcopy(first), shares, group, ending)
 
     def take_passes() -> None:
         optimizers[0].zero_grad()
@@ -127,26 +128,21 @@ def make_contenders(
 
         return take
 
-    def close_both() -> None:
-        optimizers[1].close()
-        close()
-
     contenders[1] = alone_in_use(contenders[1], optimizers[1]._sync)
-    return [*contenders, alone_in_use(*bitwise), take_passes], close_both
+    return [*contenders, alone_in_use(*bitwise), take_passes]
 
 
 def make_bitwise_step(
-    net: Net, model: torch.nn.Module, shares: list[torch.Tensor], group: Group
-) -> tuple[tuple[Callable[[], object], GradientSync], Callable[[], None]]:
-    """A step in bitwise mode with its exchange, and what ends it."""
+    net: Net, model: torch.nn.Module, shares: list[torch.Tensor], group: Group, ending: ExitStack
+) -> tuple[Callable[[], object], GradientSync]:
+    """A step in bitwise mode, with its exchange."""
     rows = torch.utils.data.TensorDataset(torch.zeros(net.rows * group.size))
-    loader = ElasticDataLoader(
-        rows, net.rows * group.size, determinism="bitwise", virtual_shares=net.virtual_shares
-    )
+    mode: dict[str, Any] = {"determinism": "bitwise", "virtual_shares": net.virtual_shares}
+    loader = ElasticDataLoader(rows, len(rows), **mode)
     torch.use_deterministic_algorithms(False)  # for the others
-    optimizer: Any = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(), loader=loader
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer: Any = DistributedOptimizer(sgd, model.named_parameters(), loader=loader)
+    ending.callback(optimizer.close)
     sync = optimizer._sync
 
     def step() -> None:
@@ -160,7 +156,7 @@ def make_bitwise_step(
         optimizer.step()
         torch.use_deterministic_algorithms(False)
 
-    return (step, sync), optimizer.close
+    return step, sync
 
 
 def measure(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -65,9 +64,7 @@ class _Alias(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         root, _, rest = name.partition(".")
         return ModuleSpec(name, self, is_package=True) if root == "horovod" and rest in _MODULES else None
 
@@ -82,12 +79,8 @@ class _Finder(MetaPathFinder, Loader):
             module.__version__ = VERSION  # type: ignore[attr-defined]
 
 
-def _install() -> None:
-    if "horovod" in sys.modules:
-        raise InvalidInput(
-            "horovod itself is imported already: write `import spark_elastic.as_horovod` before what imports horovod."
-        )
-    sys.meta_path.insert(0, _Finder())
-
-
-_install()
+if "horovod" in sys.modules:
+    raise InvalidInput(
+        "horovod itself is imported already: write `import spark_elastic.as_horovod` before what imports horovod."
+    )
+sys.meta_path.insert(0, _Finder())

@@ -44,8 +44,7 @@ class SystemClock:
 
 class RunningClock:
     """A clock that stands still while its process does not run, or when the machine's clock jumps: what became due
-    meanwhile is not overdue. Its owner reads it many times a second.
-    """
+    meanwhile is not overdue. Its owner reads it many times a second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

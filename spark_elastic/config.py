@@ -217,11 +217,7 @@ def find_launched_size() -> int:
 
 def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> ElasticConfig:
     """Config from `SPARK_ELASTIC_<NAME>` variables, or Horovod's where ours are unset, overridden by every explicit
-    argument that is not None, or is where that says something (`changes_setting`).
-
-    Raises:
-        InvalidInput: a variable or argument has no setting of its name, or a value that does not fit.
-    """
+    argument that is not None, or is where that says something. Raises InvalidInput: a name or value does not fit."""
     environment = os.environ if environment is None else environment
     check_environment(environment)
     values = _read_environment(ElasticConfig, environment)
@@ -234,11 +230,8 @@ def from_env(environment: Mapping[str, str] | None = None, **explicit: Any) -> E
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Check what `from_env` does not read: the variables of training processes, and names that nothing reads, of which
-    the log has one warning each.
-
-    Raises InvalidInput: a variable of training processes has a value that does not fit.
-    """
+    """Check what `from_env` does not read. Names that nothing reads are warned of once. Raises InvalidInput: a variable
+    of training processes has a value that does not fit."""
     operations_from_env(environment)
     known = [name.upper() for name in (*_list_settings(ElasticConfig), *_list_settings(OperationConfig))]
     for variable in sorted(environment):

@@ -43,10 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What imported frameworks are made of stays: a check for leaks need not look through it each time.
-
-    Frozen it also keeps the kernel from fetching memory back that was cold for many minutes.
-    """
+    """What imported frameworks are made of stays: a check for leaks need not look through it each time, nor the kernel
+    fetch memory back that was cold for many minutes."""
     gc.collect()
     gc.freeze()
 

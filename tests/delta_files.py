@@ -20,6 +20,7 @@ def delete_by_vector(folder: Path, path: str, rows: list[int], **partition: str)
     vector += bytes(-len(vector) % 4)
     table = DeltaTable(folder)
     (add,) = (each for each in pa.table(table.get_add_actions()).to_pylist() if each["path"] == path)
+    inline = {"storageType": "i", "pathOrInlineDv": encode_z85(vector), "sizeInBytes": len(vector)}
     entry = {
         "path": path,
         "partitionValues": partition,
@@ -27,21 +28,12 @@ def delete_by_vector(folder: Path, path: str, rows: list[int], **partition: str)
         "modificationTime": add["modification_time"],
         "dataChange": True,
         "stats": json.dumps({"numRecords": add["num_records"], "tightBounds": False}),
-        "deletionVector": {
-            "storageType": "i",
-            "pathOrInlineDv": encode_z85(vector),
-            "sizeInBytes": len(vector),
-            "cardinality": len(rows),
-        },
+        "deletionVector": {**inline, "cardinality": len(rows)},
     }
     remove = {"path": path, "deletionTimestamp": int(time.time() * 1000), "dataChange": True}
-    features = {"minReaderVersion": 3, "minWriterVersion": 7}
-    names = ["deletionVectors"]
-    lines = [
-        {"protocol": {**features, "readerFeatures": names, "writerFeatures": names}},
-        {"remove": remove},
-        {"add": entry},
-    ]
+    features = {key: ["deletionVectors"] for key in ("readerFeatures", "writerFeatures")}
+    protocol = {"minReaderVersion": 3, "minWriterVersion": 7, **features}
+    lines = [{"protocol": protocol}, {"remove": remove}, {"add": entry}]
     log = folder / "_delta_log" / f"{table.version() + 1:020}.json"
     log.write_text("\n".join(json.dumps(line) for line in lines))
 

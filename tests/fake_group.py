@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_collectives.engine import Group, WaitObserver
 from elastic_collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -22,7 +23,6 @@ from elastic_collectives.errors import (
     MismatchError,
     PeerLost,
 )
-from elastic_collectives.group import Group, WaitObserver
 from elastic_collectives.operands import (
     Array,
     Reduction,
@@ -54,19 +54,14 @@ class _Collective:
 
 
 class FakeFabric:
-    """The shared state of one generation's groups.
-
-    Args:
-        timeout: seconds that a collective waits for missing ranks.
-        members: see `Group.members`; None: this is not a subgroup.
-    """
+    """The shared state of one generation's groups. timeout: seconds that a collective waits for missing ranks."""
 
     def __init__(
         self,
         size: int,
         fence: tuple[int, int] = (1, 1),
         timeout: float = 10.0,
-        members: Sequence[int] | None = None,
+        members: Sequence[int] | None = None,  # of a subgroup, see `Group.members`
     ) -> None:
         self.size = size
         self.members = range(size) if members is None else members

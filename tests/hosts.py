@@ -178,7 +178,7 @@ class Hosts(Network):
         self.heal(node)
 
     def start_sshd(self, node: int, port: int = 22) -> None:
-        """A real OpenSSH server, as root; any host reaches it by `ssh(node)`. Its log is /run/sshd.log."""
+        """A real OpenSSH server, as root; any host reaches it, by /run/ssh/key. Its log is /run/sshd.log."""
         private, public = self._keys = self._keys or _make_keys()
         for each in self._running:
             for name, content in (("key", private), ("key.pub", public), ("known_hosts", b"* " + public)):
@@ -195,11 +195,6 @@ class Hosts(Network):
         subprocess.run(self.build_command(node, *words), check=True, stdin=subprocess.DEVNULL)
         log = self.file(node, "/run/sshd.log")
         until(lambda: log.exists() and "Server listening" in log.read_text())
-
-    @staticmethod
-    def ssh_options() -> list[str]:
-        """Options with which a host's `ssh h1` enters any host that has an sshd, and asks nothing."""
-        return ["-i", "/run/ssh/key", "-o", "UserKnownHostsFile=/run/ssh/known_hosts", "-o", "BatchMode=yes"]
 
     def _create(self) -> None:
         super()._create()

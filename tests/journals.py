@@ -14,11 +14,8 @@ from tests.specification import check_journal
 
 @contextmanager
 def keep_journal(config: ElasticConfig) -> Iterator[tuple[ElasticConfig, list[str]]]:
-    """(the configuration with a journal, the journal's lines, which are there after the block).
-
-    Raises:
-        RuleBroken: after the block.
-    """
+    """(the configuration with a journal, the journal's lines); these are there after the block, which may raise
+    RuleBroken."""
     lines: list[str] = []
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
         yield replace(config, journal=file.name), lines

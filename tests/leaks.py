@@ -153,10 +153,8 @@ def _descriptors_to(ports: set[int]) -> set[int]:
 
 
 def find_marked(mark: str) -> list[psutil.Process]:
-    """Live processes, wherever they hang in the tree, whose environment came down from one that held `mark`.
-
-    An orphan is no child of ours any more, and Spark's workers pass their environment on to all that they start.
-    """
+    """Live processes, wherever they hang in the tree, whose environment came down from one that held `mark`: an orphan
+    is no child of ours any more, and Spark's workers pass their environment on to all that they start."""
     word, found = mark.encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

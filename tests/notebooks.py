@@ -47,7 +47,8 @@ def main() -> None:
         (chosen, *_) = [cell for cell in notebook.cells if cell.source.startswith("STORE = ")]
         chosen.source = f"STORE = {options.store!r}"
     if options.twice:
-        notebook.cells = [each for cell in notebook.cells for each in (cell, repeat_cell(cell))]
+        again = [nbformat.NotebookNode(cell, id=f"{cell.id}-again") for cell in notebook.cells]
+        notebook.cells = [each for pair in zip(notebook.cells, again, strict=True) for each in pair]
     folder = READ_ONLY if options.read_only else options.folder
     execute(notebook, folder)
     *_, last = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -58,10 +59,6 @@ def execute(notebook: nbformat.NotebookNode, folder: str) -> None:
     """Its cells get their outputs."""
     place = {"metadata": {"path": folder}}
     NotebookClient(notebook, timeout=600, startup_timeout=300, resources=place).execute()
-
-
-def repeat_cell(cell: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    return nbformat.NotebookNode(cell, id=f"{cell.id}-again")
 
 
 if __name__ == "__main__":

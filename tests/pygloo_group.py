@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pygloo
 
-from elastic_collectives.engine import Exchange
+from elastic_collectives.engine import Exchange, WaitObserver
 from elastic_collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -22,7 +22,6 @@ from elastic_collectives.errors import (
     MismatchError,
     PeerLost,
 )
-from elastic_collectives.group import WaitObserver
 from elastic_collectives.operands import Array, Reduction, signature
 from tests.fake_group import FakeGroup
 from tests.reductions import scale_and_divide
@@ -33,24 +32,13 @@ DTYPES = {
     name: getattr(pygloo.glooDataType_t, f"gloo{name.capitalize()}")
     for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 }
-OPS = {
-    "sum": pygloo.ReduceOp.SUM,
-    "average": pygloo.ReduceOp.SUM,
-    "min": pygloo.ReduceOp.MIN,
-    "max": pygloo.ReduceOp.MAX,
-    "product": pygloo.ReduceOp.PRODUCT,
-}
+OPS = {name: getattr(pygloo.ReduceOp, name.upper()) for name in ("sum", "min", "max", "product")}
+OPS["average"] = pygloo.ReduceOp.SUM
 
 
 def connect(host: str, rank: int, size: int, fence: tuple[int, int], exchange: Exchange) -> PyglooGroup:
     """Build the group of one generation, over sockets of `host`, an address of this machine that the peers dial.
-
-    exchange: called once with this rank's blob; returns all ranks', in rank order.
-
-    Raises:
-        ValueError: rank and size make no sense. MismatchError: a rank is of another generation.
-        PeerLost, CollectiveTimeout: a rank did not come.
-    """
+    exchange: called once with this rank's blob; returns all ranks', in rank order."""
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, {size}); got {rank}.")
     context = pygloo.rendezvous.Context(rank, size)
@@ -145,9 +133,8 @@ class PyglooGroup(FakeGroup):
         heads = self._allgather_equal(np.array([signature(*call), part.nbytes, rows], np.int64))
         for rank, (called, _, _) in enumerate(heads.tolist()):
             if called != heads[0, 0]:
-                error = MismatchError(
-                    (0, rank), f"rank {rank} called another collective than rank 0: {call} here"
-                )
+                reason = f"rank {rank} called another collective than rank 0: {call} here"
+                error = MismatchError((0, rank), reason)
                 self._fail(error)
                 raise error
         sizes = heads[:, 1].tolist()
@@ -173,9 +160,8 @@ class PyglooGroup(FakeGroup):
         if call[0] != "allreduce" or not known or not part.size:
             return super()._fold_parts(call, part, dtype, reduction)
         self._exchange_parts(call, np.empty(0))  # detects ranks that disagree
-        bcube = reduction.algorithm == "bcube" or (
-            reduction.algorithm == "auto" and part.nbytes <= BCUBE_LIMIT
-        )
+        asked = reduction.algorithm
+        bcube = asked == "bcube" or (asked == "auto" and part.nbytes <= BCUBE_LIMIT)
         way = pygloo.allreduceAlgorithm.BCUBE if bcube else pygloo.allreduceAlgorithm.RING
         source, result = np.ascontiguousarray(part), np.empty_like(part)
         places = source.ctypes.data, result.ctypes.data, part.size

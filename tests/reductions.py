@@ -11,13 +11,8 @@ import numpy as np
 
 from elastic_collectives.operands import Array, apply_scale, narrow, widen
 
-_FOLDS: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "average": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "product": np.multiply,
-}
+_FOLDS: dict[str, np.ufunc] = dict.fromkeys(("sum", "average"), np.add)
+_FOLDS |= {"min": np.minimum, "max": np.maximum, "product": np.multiply}
 
 
 def reduce_parts(parts: Sequence[Array], dtype: str, op: str, after: float) -> Array:

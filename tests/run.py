@@ -23,12 +23,7 @@ PYTEST = [PYTHON, "-m", "pytest", "-o", "faulthandler_timeout=720", "-o", "fault
 CHOSEN = "not faults or ci"
 SHARED, OWN = f"({CHOSEN}) and not own_session", f"({CHOSEN}) and own_session"
 PLAIN = ["tests/unit", "tests/component/collectives"]
-FILLING = [
-    "tests/component/tensorflow",
-    "tests/component/keras",
-    "tests/component/worker",
-    "tests/simulation",
-]
+FILLING = ["tests/simulation", *(f"tests/component/{name}" for name in ("tensorflow", "keras", "worker"))]
 OTHERS = [f"--ignore={folder}" for folder in ("tests/spark", "tests/faults", *PLAIN, *FILLING)]
 # Each stream: what its pytests, one after the other, are to run.
 STREAMS = {

@@ -26,10 +26,8 @@ class Module:
     is_package: bool
 
     def imports(self) -> Iterator[tuple[str, int]]:
-        """(dotted name, line) of everything imported anywhere in the file, inside functions too.
-
-        `from a.b import c` gives a.b.c where that is one of our modules, a.b otherwise.
-        """
+        """(dotted name, line) of everything imported anywhere in the file, inside functions too. `from a.b import c`
+        gives a.b.c where that is one of our modules, a.b otherwise."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from ((alias.name, node.lineno) for alias in node.names)

@@ -81,10 +81,7 @@ class Specification:
         self._cancelled = self._ended = False
 
     def read(self, event: on.DriverEvent, commands: Sequence[do.DriverCommand]) -> None:
-        """
-        Raises:
-            RuleBroken: one of the commands, after all that was read before.
-        """
+        """Raises RuleBroken by one of the commands, after all that was read before."""
         self._begin = event.now if self._begin is None else self._begin
         self._note(event)
         for command in commands:
@@ -191,16 +188,14 @@ class Specification:
 
     def _judge(self, command: do.DriverCommand, now: float) -> None:
         if self._ended:
-            _require(
-                isinstance(command, do.StopWorker | do.ReleaseSlot), "R15 (end): it decides after its end"
-            )
+            frees = isinstance(command, do.StopWorker | do.ReleaseSlot)
+            _require(frees, "R15 (end): it decides after its end")
         match command:
             case do.PublishWorld(world=world):
                 self._judge_world(world, now)
             case do.AbortWorld(fence=fence):
-                _require(
-                    self._world is not None and fence == self._world.fence, "R10: not the newest world ends"
-                )
+                newest = self._world is not None and fence == self._world.fence
+                _require(newest, "R10: not the newest world ends")
                 _require(not self._aborted, "R10: a world ends twice")
                 self._aborted = True
                 self._breaks += 1
@@ -222,9 +217,8 @@ class Specification:
         _require([each.rank for each in members] == list(range(world.size)), "R4: ranks are not 0, 1, 2 ...")
         least, most = self._limits.min_workers, self._limits.capacity
         _require(least <= world.size <= most, f"R8, R16: {world.size} members, not {least} to {most}")
-        _require(
-            len({each.slot for each in members}) == world.size, "R14 (duplicates): two members of one slot"
-        )
+        slots = {each.slot for each in members}
+        _require(len(slots) == world.size, "R14 (duplicates): two members of one slot")
         living = [each.worker for each in members if self._workers[each.worker].exited]
         _require(not living, f"R4 (survivors): {living} have ended")
         if old is None:
@@ -245,22 +239,19 @@ class Specification:
     def _judge_survivors(self, old: World, world: World, now: float) -> None:
         ranks = {each.worker: each.rank for each in old.members}
         survivors = [each.worker for each in world.members if each.worker in ranks]
-        _require(
-            survivors == sorted(survivors, key=ranks.__getitem__), "R4 (survivors): their order has changed"
-        )
+        in_order = survivors == sorted(survivors, key=ranks.__getitem__)
+        _require(in_order, "R4 (survivors): their order has changed")
         for place, member in enumerate(world.members):
             before_survivor = any(each.worker in ranks for each in world.members[place:])
             if member.worker not in ranks and before_survivor:
-                _require(
-                    member.local_rank > 0, f"R4 (survivors): {member.worker} is not behind its machine's"
-                )
+                told = f"R4 (survivors): {member.worker} is not behind its machine's"
+                _require(member.local_rank > 0, told)
         staying = [name for name in survivors if not self._workers[name].has_left]
         _require(not staying, f"R4 (survivors): {staying} have not left world {old.fence.generation}")
         for member in old.members:
             if world.member(member.worker) is None:
-                _require(
-                    self._may_leave(member, now), f"R12, R13: {member.worker} is left out without a reason"
-                )
+                told = f"R12, R13: {member.worker} is left out without a reason"
+                _require(self._may_leave(member, now), told)
         if world.size < old.size:
             self.reached.add("a world had fewer members")
         if survivors and len(survivors) < world.size:
@@ -276,9 +267,8 @@ class Specification:
 
     def _has_room(self, slot: _Slot) -> bool:
         on_host = sum(each.host == slot.host for each in self._slots.values())
-        return self._room is None or on_host <= max(
-            self._room.get(name, 0) for name in (slot.host, slot.node)
-        )
+        room = self._room
+        return room is None or on_host <= max(room.get(name, 0) for name in (slot.host, slot.node))
 
     def _judge_source(self, world: World, old: World | None, now: float) -> None:
         holders = [each for each in world.members if each.position is not None]
@@ -290,9 +280,8 @@ class Specification:
         positions = sorted({each.position for each in holders if each.position is not None})
         if positions:
             _require(not world.resume, "R18: a checkpoint is taken although a survivor has the state")
-            _require(
-                world.position == positions[-1], "R4: the state comes from a position that is not the highest"
-            )
+            is_highest = world.position == positions[-1]
+            _require(is_highest, "R4: the state comes from a position that is not the highest")
             near = len(positions) == 1 or (len(positions) == 2 and _is_next(*positions))
             _require(near, f"R1 (finalized steps): survivors are more than a step apart: {positions}")
             if len(positions) == 2:
@@ -307,10 +296,8 @@ class Specification:
         worker, slot = self._workers[member.worker], self._slots[member.slot]
         if worker.exited or worker.has_left or slot.gone or (slot.executor_lost and slot.closed):
             return True
-        replaced = any(
-            name != member.worker and each.slot == member.slot for name, each in self._workers.items()
-        )
-        return replaced or now - slot.seen >= self._limits.driver_timeout
+        others = (each.slot for name, each in self._workers.items() if name != member.worker)
+        return member.slot in others or now - slot.seen >= self._limits.driver_timeout
 
     def _judge_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
         order = [(each.fence, each.position) for each in checkpoints]
@@ -333,9 +320,8 @@ class Specification:
                 most = self._limits.failure_budget
                 _require(self._failures > most, f"R13: {self._failures} failures, of {most} that are allowed")
             case do.JobOutcome.USER_ERROR:
-                _require(
-                    self._failures > 0 or self._breaks > 2, "R13 (deterministic failures): nothing has failed"
-                )
+                failed = self._failures > 0 or self._breaks > 2
+                _require(failed, "R13 (deterministic failures): nothing has failed")
             case do.JobOutcome.CANCELLED:
                 _require(self._cancelled, "R15 (end): nobody has cancelled it")
             case do.JobOutcome.DEFECT:
@@ -343,11 +329,8 @@ class Specification:
 
 
 def check_journal(path: Path) -> set[str]:
-    """The states that the jobs of a journal came to.
-
-    Raises:
-        RuleBroken: a rule; ReplayDiffers: the machine decides otherwise than it did.
-    """
+    """The states that the jobs of a journal came to. Raises RuleBroken, or ReplayDiffers where the machine decides
+    otherwise than it did."""
     return set().union(*map(check_replay, replay_all(path)))
 
 

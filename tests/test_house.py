@@ -29,20 +29,12 @@ NEWER_NAMES = {
 }
 SOURCE_SUFFIXES = {".py", ".cc", ".cpp", ".h", ".sh"}
 # Written in pieces, so that this file does not hold what it forbids.
-MACHINE_PATHS = re.compile(
-    "|".join(["/" + "work/", "/" + "root/", "/" + "home/[a-z]", "/" + "opt/pypi", "/" + r"tmp/\w"])
-)
+MACHINE_PATHS = re.compile("/(" + "|".join(["work/", "root/", "home/[a-z]", "opt/pypi", r"tmp/\w"]) + ")")
 
 
 def _list_tracked() -> list[Path]:
-    listing = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
-    )
-    return [ROOT / name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()]
-
-
-def _sources() -> list[Path]:
-    return [path for path in _list_tracked() if path.suffix in SOURCE_SUFFIXES]
+    listing = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True, timeout=30)
+    return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
 
 
 def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -75,7 +67,8 @@ def _library_names(node: ast.AST) -> Iterator[str]:
 
 
 def test_no_file_has_more_than_800_lines() -> None:
-    long = {str(path.relative_to(ROOT)): lines for path in _sources() if (lines := _count(path)) > WALL}
+    sources = [path for path in _list_tracked() if path.suffix in SOURCE_SUFFIXES]
+    long = {str(path.relative_to(ROOT)): lines for path in sources if (lines := _count(path)) > WALL}
     assert not long, f"more than {WALL} lines, cut each along its concepts: {long}"
 
 
@@ -165,16 +158,6 @@ def test_every_folder_of_modules_is_a_package() -> None:
     """A namespace of Python's could be spread over several places, and has nowhere to say what it owns."""
     wrong = sorted({str(m.path.parent) for m in modules() if not (m.path.parent / "__init__.py").exists()})
     assert not wrong, f"without an __init__.py: {wrong}"
-
-
-def test_no_error_is_swallowed_by_a_bare_except() -> None:
-    wrong = [
-        f"{module.path}:{node.lineno}"
-        for module in modules()
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.ExceptHandler) and node.type is None
-    ]
-    assert not wrong, wrong
 
 
 def test_no_path_of_a_machine() -> None:

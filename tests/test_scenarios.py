@@ -21,9 +21,8 @@ def _find_marked() -> Iterator[tuple[str, str, frozenset[str], bool]]:
     for path in sorted(TESTS.rglob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-        module_marks = _find_marks(
-            [node.value for node in assigned if _names(node.targets) == {"pytestmark"}]
-        )
+        marks_of_all = [node.value for node in assigned if _names(node.targets) == {"pytestmark"}]
+        module_marks = _find_marks(marks_of_all)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 takes = "fault" in {argument.arg for argument in node.args.args + node.args.kwonlyargs}

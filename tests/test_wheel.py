@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -15,8 +13,10 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
+from tests.platforms.commands import run
 from tests.platforms.matrix import Environment, Row
 from tests.sources import ROOT, names
+from tests.spark.cluster import cluster_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.native, pytest.mark.own_session, pytest.mark.timeout(600)]
 
@@ -25,22 +25,13 @@ OLDEST = ("numpy==1.23.5", "pandas==1.5.3", "pyarrow==14.0.1")
 FRAMEWORKS = ("torch", "tensorflow", "petastorm")
 
 
-def _run(*command: str | Path) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd="/", env=environment, timeout=500
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from this tree in the tests' own environment, where the engine has been compiled for them."""
     folder = tmp_path_factory.mktemp("wheel")
     options = ("-qq", "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
     build = f"--config-settings=build-dir={ROOT / 'build' / 'native'}"
-    _run(sys.executable, "-m", "pip", "wheel", *options, build, ROOT)
+    run(sys.executable, "-m", "pip", "wheel", *options, build, ROOT)
     (built,) = folder.glob("spark_elastic-*.whl")
     return built
 
@@ -77,7 +68,7 @@ def test_source_archive_holds_no_environment_and_no_built_module(tmp_path: Path)
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).touch()
     build = f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"
-    _run(sys.executable, "-c", f"import os; os.chdir({str(tree)!r}); {build}")
+    run(sys.executable, "-c", f"import os; os.chdir({str(tree)!r}); {build}")
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         held = {name.split("/", 1)[1] for name in opened.getnames()}
@@ -89,7 +80,7 @@ def test_source_archive_holds_no_environment_and_no_built_module(tmp_path: Path)
 @pytest.mark.scenario("G19")
 def test_wheel_installs_beside_the_oldest_stack(wheel: Path) -> None:
     options = ("--dry-run", "--ignore-installed", "--disable-pip-version-check", "--quiet", "--report", "-")
-    report = json.loads(_run(sys.executable, "-m", "pip", "install", *options, wheel, *OLDEST))
+    report = json.loads(run(sys.executable, "-m", "pip", "install", *options, wheel, *OLDEST))
     chosen = {entry["metadata"]["name"].lower(): entry["metadata"]["version"] for entry in report["install"]}
     assert {f"{name}=={chosen[name]}" for name in ("numpy", "pandas", "pyarrow")} == set(OLDEST)
     assert not set(FRAMEWORKS) & set(chosen)
@@ -110,8 +101,11 @@ def test_wheel_runs_beside_the_oldest_platform(wheel: Path) -> None:
 
 
 @pytest.mark.spark
-def test_wheel_runs_beside_the_newest_spark(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_runs_beside_the_newest_spark(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other tests run on it, too, but on the sources and in the environment that they were installed into."""
+    monkeypatch.setenv("JDK_JAVA_OPTIONS", cluster_environment()["JDK_JAVA_OPTIONS"])  # JVMs start sooner
     environment = Environment.borrow(tmp_path / "venv")
     assert environment.install(wheel).keys() == {"spark-elastic"}
     assert environment.check("fit")["fit"].startswith("worlds of [3, 2")

@@ -116,19 +116,15 @@ def make_tables(record: dict[str, Any]) -> list[str]:
         if not any(run["plan"] == plan for run in record["runs"]):
             continue
         lines += [f"## {title[0].upper()}{title[1:]}", ""]
-        first = "start-up, s" if plan == "none" else "faults"
-        lines.append(
-            f"| peer | {first} | time, s | goodput | missing | twice | rolled back | stall, s | distance |"
-        )
-        lines.append("|---|---|---|---|---|---|---|---|---|")
+        heads = ["peer", "start-up, s" if plan == "none" else "faults", "time, s", "goodput"]
+        heads += ["missing", "twice", "rolled back", "stall, s", "distance"]
+        lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         lines += [make_row(record, peer, plan) for peer in PEERS if select(record, peer, plan)]
         unfinished = [run for run in record["runs"] if run["plan"] == plan and not run["finished"]]
         for run in unfinished:
             steps = f"{run['steps']} of {record['steps']} steps"
-            lines += [
-                "",
-                f"{PEERS[run['peer']][0]}, run {run['repeat'] + 1}: did not finish; it reached {steps}.",
-            ]
+            name = f"{PEERS[run['peer']][0]}, run {run['repeat'] + 1}"
+            lines += ["", f"{name}: did not finish; it reached {steps}."]
         lines.append("")
     return lines
 
@@ -180,23 +176,14 @@ def plot_progress(record: dict[str, Any], path: Path) -> None:
     for peer, (label, color) in PEERS.items():
         for run in select(record, peer, "kill")[:1]:
             axes.plot(range(len(run["curve"])), run["curve"], label=label, color=color, linewidth=1.4)
-            axes.plot(
-                run["faults"],
-                [_read_at(run["curve"], at) for at in run["faults"]],
-                "x",
-                color=color,
-                markersize=5,
-            )
+            reached = [run["curve"][min(len(run["curve"]) - 1, int(at))] for at in run["faults"]]
+            axes.plot(run["faults"], reached, "x", color=color, markersize=5)
     axes.set_xlabel("seconds after the first step; x: a worker is killed")
     axes.set_ylabel("rows in the final weights")
     axes.yaxis.set_major_formatter("{x:.0%}")
     if axes.lines:
         axes.legend(fontsize=7)
     _save(figure, path)
-
-
-def _read_at(curve: list[float], at: float) -> float:
-    return curve[min(len(curve) - 1, int(at))]
 
 
 def _new_figure() -> tuple[Any, Any]:

@@ -97,9 +97,8 @@ def judge(lines: list[dict[str, Any]], started: float, faults: list[float], task
     for (_, step), execution in sorted(executions.items(), key=lambda item: item[1].first):
         last[step] = execution
     counts: Counter[int] = Counter()
-    useful = [
-        (execution.first, _count(counts, find_rows(execution), task.epochs)) for execution in last.values()
-    ]
+    taken = ((execution.first, find_rows(execution)) for execution in last.values())
+    useful = [(first, _count(counts, rows, task.epochs)) for first, rows in taken]
     times, due = progress(executions), task.rows * task.epochs
     return Result(
         steps=len(last),

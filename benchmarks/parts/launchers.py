@@ -54,9 +54,8 @@ class Launcher:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, tuple[list[object], dict[str, str]]] = {}
         self._is_supervised = False
-        self._environment = dict(
-            os.environ, HEAD_TO_HEAD=str(folder), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"
-        )
+        own = {"HEAD_TO_HEAD": str(folder), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self._environment = {**os.environ, **own}
 
     def start(self) -> None:
         for host in range(HOSTS):
@@ -105,13 +104,9 @@ class Launcher:
 
     def _run(self, key: str, command: list[object], **variables: str) -> None:
         self._commands[key] = command, variables
+        words, environment = [str(word) for word in command], {**self._environment, **variables}
         with (self.folder / f"{key}.log").open("ab") as log:
-            self._processes[key] = subprocess.Popen(
-                [str(word) for word in command],
-                env={**self._environment, **variables},
-                stdout=log,
-                stderr=log,
-            )
+            self._processes[key] = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
 
 
 class SparkElastic(Launcher):
@@ -153,9 +148,8 @@ class SparkElastic(Launcher):
     def kill_host(self, host: int, worker: int) -> None:
         """The slot's process and its worker; the driver's other children stay."""
         driver = self._find_driver().pid
-        slot = next(
-            p for p in [psutil.Process(worker), *psutil.Process(worker).parents()] if p.ppid() == driver
-        )
+        line = [psutil.Process(worker), *psutil.Process(worker).parents()]
+        slot = next(process for process in line if process.ppid() == driver)
         self._list(HOSTS - 1)
         kill_tree(slot.pid)
 
@@ -221,15 +215,8 @@ class Ray(Launcher):
 
     def _node(self, key: str, *options: str) -> None:
         ray = self._python.parent / "ray"
-        command = [
-            ray,
-            "start",
-            "--block",
-            "--disable-usage-stats",
-            "--object-store-memory=100000000",
-            *options,
-        ]
-        self._run(key, command)
+        usual = ["--block", "--disable-usage-stats", "--object-store-memory=100000000"]
+        self._run(key, [ray, "start", *usual, *options])
 
 
 class Torchft(Launcher):

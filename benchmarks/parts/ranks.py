@@ -25,13 +25,8 @@ Contenders = Sequence[Callable[[], object]]
 def run_ranks(
     size: int, rank_function: Callable[..., None], *arguments: Any, groups: int = 1, go: bool = False
 ) -> list[Any]:
-    """What each rank sent, in rank order.
-
-    Args:
-        rank_function: takes a pipe, the rank, the size and `arguments`.
-        groups: how many groups the ranks join, one after the other.
-        go: they say that they are ready, and wait until all are; then a second answer follows what they sent.
-    """
+    """What each rank sent, in rank order. groups: how many the ranks join, one after the other. go: they say that they
+    are ready, and wait until all are; then a second answer follows what they sent."""
     spawn = get_context("spawn")
     pipes, processes = [], []
     for rank in range(size):
@@ -91,12 +86,8 @@ def be_worker(group: Group, **fields: Any) -> Iterator[WorkerContext]:
 def take_turns(
     contenders: Contenders, barrier: Callable[[], None], rounds: int, warm_up: int = 3, repeats: int = 1
 ) -> list[list[float]]:
-    """Seconds of one call, by round and contender; the contenders' order rotates.
-
-    Args:
-        warm_up: rounds before those that count; they open connections and touch memory.
-        repeats: calls of each contender in a round.
-    """
+    """Seconds of one call, by round and contender; the contenders' order rotates. warm_up: rounds before those that
+    count, which open connections and touch memory. repeats: calls of each contender in a round."""
     times, count = [], len(contenders)
     for turn in range(rounds + warm_up):
         taken = [0.0] * count

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,9 @@ def finish(name: str, rows: Sequence[Row], path: Path | None, keeps: bool = Fals
         path.parent.mkdir(parents=True, exist_ok=True)
         if keeps and path.exists():
             measured = {row.case for row in rows}
-            recorded = json.loads(path.read_text())["rows"]
-            rows = [*(_from_json(row) for row in recorded if row["case"] not in measured), *rows]
+            recorded = [row for row in json.loads(path.read_text())["rows"] if row["case"] not in measured]
+            rows = [*(Row(r["case"], r["ours"], r["peer"], r["unit"]) for r in recorded), *rows]
         path.write_text(as_json(name, rows))
-
-
-def _from_json(row: dict[str, Any]) -> Row:
-    return Row(row["case"], row["ours"], row["peer"], row["unit"])
 
 
 def _format(value: float | None) -> str:

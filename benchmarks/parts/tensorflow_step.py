@@ -33,9 +33,8 @@ class ComparedSteps:
 
     def __init__(self, rank: int, workers: list[str]) -> None:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
-        os.environ["TF_CONFIG"] = json.dumps(
-            {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
-        )
+        task = {"type": "worker", "index": rank}
+        os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
         import tensorflow as tf
 
         tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -50,14 +49,10 @@ class ComparedSteps:
         tf = self._tf
         rows = tf.constant(data)
         draw = np.random.default_rng(1)
-        first = [
-            array
-            for _ in range(layers)
-            for array in (
-                draw.normal(scale=width**-0.5, size=(width, width)).astype(np.float32),
-                np.zeros(width, np.float32),
-            )
-        ]
+        first: list[Any] = []
+        for _ in range(layers):
+            weight = draw.normal(scale=width**-0.5, size=(width, width))
+            first += [weight.astype(np.float32), np.zeros(width, np.float32)]
 
         def make_step(reduced: Callable[[Any, list[Any], list[Any]], list[Any]]) -> Callable[[], object]:
             variables = [tf.Variable(array) for array in first]
@@ -79,17 +74,18 @@ class ComparedSteps:
 
         def reduce_by_strategy(tape: Any, loss: Any, variables: list[Any]) -> list[Any]:
             gradients = tape.gradient(loss, variables)
-            found: list[Any] = tf.distribute.get_replica_context().all_reduce(
-                tf.distribute.ReduceOp.MEAN, gradients
-            )
+            context, mean = tf.distribute.get_replica_context(), tf.distribute.ReduceOp.MEAN
+            found: list[Any] = context.all_reduce(mean, gradients)
+            return found
+
+        def reduce_nothing(tape: Any, loss: Any, variables: list[Any]) -> list[Any]:
+            found: list[Any] = tape.gradient(loss, variables)
             return found
 
         in_scope = make_step(reduce_by_strategy)
         placed = group.buffer(4 * sum(array.size for array in first)).view(np.float32)
         return [
-            tf.function(
-                make_step(lambda tape, loss, variables: tape.gradient(loss, variables)), autograph=False
-            ),
+            tf.function(make_step(reduce_nothing), autograph=False),
             tf.function(make_step(reduce_by_tape), autograph=False),
             tf.function(lambda: self._strategy.run(in_scope), autograph=False),
             lambda: group.allreduce(placed),

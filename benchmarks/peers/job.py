@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, DistributedSampler
 
 BATCH = 480  # rows of a step over all workers
 EPOCHS = 2
@@ -76,3 +80,28 @@ class Ledger:
     def _write(self, kind: str, step: int, size: int, rows: torch.Tensor) -> None:
         line: dict[str, Any] = {"kind": kind, "at": time.time(), "world": self._world, "step": step}
         self._file.write(json.dumps({**line, "size": size, "rows": rows.tolist()}) + "\n")
+
+
+def take_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, save: Callable[[int], object]
+) -> None:
+    """All steps after `step`, in a world of torch.distributed; `save` is called with every CHECKPOINT_STEPS-th one. The
+    global batch stays when the world shrinks; rows of the epoch that a checkpoint has behind it are skipped."""
+    world = [time.time_ns()]
+    dist.broadcast_object_list(world)
+    ledger, share = Ledger(world[0], dist.get_world_size()), BATCH // dist.get_world_size()
+    table = open_table()
+    sampler = DistributedSampler(table, seed=SEED)
+    epoch_steps = len(table) // BATCH
+    while step < epoch_steps * EPOCHS:
+        sampler.set_epoch(step // epoch_steps)
+        rest = list(sampler)[step % epoch_steps * share :]
+        for rows, x, y in DataLoader(table, batch_size=share, sampler=rest):
+            ledger.begin(step + 1, rows)
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+            step += 1
+            ledger.apply(step, rows)
+            if step % CHECKPOINT_STEPS == 0:
+                save(step)

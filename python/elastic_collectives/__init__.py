@@ -1,6 +1,6 @@
 """The engine alone: collectives among processes that come and go. numpy in, numpy out; no Spark, no framework."""
 
-from elastic_collectives.engine import Endpoint, Exchange, connect
+from elastic_collectives.engine import Endpoint, Exchange, Group, connect
 from elastic_collectives.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -9,7 +9,6 @@ from elastic_collectives.errors import (
     PeerLost,
     RequestTimeout,
 )
-from elastic_collectives.group import Group
 
 __all__ = [
     "CollectiveError",

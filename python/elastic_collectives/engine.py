@@ -1,4 +1,8 @@
-"""The Python side of the native engine: one endpoint per process, one group per generation."""
+"""The Python side of the native engine: one endpoint per process, one group of ranks per generation.
+
+Arrays are anything that numpy can view without a copy. A group runs one collective at a time, from one thread; any
+thread may call `abort` and `close`. After an error a group cannot be used again.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -16,7 +21,6 @@ from elastic_collectives import _engine
 from elastic_collectives._engine import await_exit as await_exit
 from elastic_collectives._engine import is_exiting as is_exiting
 from elastic_collectives.errors import raise_by_cause, refuse_forks
-from elastic_collectives.group import Closing, Group, WaitObserver
 from elastic_collectives.operands import (
     Array,
     Reduction,
@@ -26,6 +30,7 @@ from elastic_collectives.operands import (
     as_result,
     as_rows,
     divide_evenly,
+    fuse_reductions,
     signature,
     split,
     validate_members,
@@ -37,6 +42,8 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 """Publishes this rank's blob and returns the blobs of all ranks, in rank order; may raise."""
 FindAddresses = Callable[[Sequence[int]], Sequence[str]]
 """Returns the addresses of ranks that this one needs, or none at all if they cannot be known. Any thread."""
+WaitObserver = Callable[[float, Sequence[int]], None]
+"""Called with the seconds that this rank has been waiting and the ranks that it waits for."""
 
 # Bytes of one part of a broadcast. Ranks forward a part while the next one arrives.
 BROADCAST_PART = 1 << 26
@@ -56,7 +63,7 @@ _engine.set_error_raiser(raise_by_cause)
 _engine.set_warning_handler(_warn_once)
 
 
-class Endpoint(Closing):
+class Endpoint(AbstractContextManager["Endpoint"]):
     """The one listening socket of a process, for all its groups.
 
     Args:
@@ -102,6 +109,9 @@ class Endpoint(Closing):
     def close(self) -> None:
         self.native.close()
 
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
 
 def connect(  # noqa: PLR0913 - what a group is made of
     endpoint: Endpoint,
@@ -140,7 +150,7 @@ def connect(  # noqa: PLR0913 - what a group is made of
     if len(blobs) != size:
         raise ValueError(f"the exchange returned {len(blobs)} blobs for {size} ranks.")
     peers = [blob.decode() for blob in blobs]
-    return EngineGroup(_GroupSpec(endpoint, peers, range(size), fence, timeout, local, find_addresses), rank)
+    return Group(_GroupSpec(endpoint, peers, range(size), fence, timeout, local, find_addresses), rank)
 
 
 @dataclass(frozen=True)
@@ -172,13 +182,23 @@ class _GroupSpec:
         return replace(self, peers=peers, members=members, local=local, channel=channel)
 
 
-class EngineGroup(Group):
-    """`Group` over the native engine. With a single rank every collective is the identity and uses no socket."""
+class Group(AbstractContextManager["Group"]):
+    """Collectives raise `CollectiveError`; every wait ends after the group's timeout. With a single rank every
+    collective is the identity and uses no socket."""
+
+    rank: int
+    size: int
+    members: Sequence[int]
+    """Each rank's number in the group that `connect` built; differs from 0, 1, ... for a subgroup of some ranks."""
+    fence: tuple[int, int]
+    """(attempt, generation)."""
+    timeout: float
+    """Seconds that one wait for a peer may last, unless `set_timeout` changed it."""
 
     def __init__(self, spec: _GroupSpec, rank: int) -> None:
         self._spec = spec
         self._native = spec.build_native(rank)
-        self._subgroups: list[EngineGroup] = []
+        self._subgroups: list[Group] = []
         self._end_reason: str | None = None
         self._lock = threading.Lock()  # guards _subgroups and _end_reason
         self._pid = os.getpid()
@@ -187,6 +207,47 @@ class EngineGroup(Group):
         self.members = spec.members
         self.fence = spec.fence
         self.timeout = spec.timeout
+
+    def allreduce(
+        self,
+        array: Any,
+        op: str = "sum",
+        algorithm: str = "auto",
+        dtype: str | None = None,
+        weight: float | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+        compression: str | None = None,
+    ) -> None:
+        """Reduce `array` over all ranks, in place; identical bits everywhere.
+
+        Args:
+            array: C-contiguous and writable, of a dtype in operands.DTYPES; same dtype and shape on all ranks.
+            op: sum, average, min, max, product or adasum. Integers wrap around and their average is truncated towards
+                zero; for bool, sum and max mean "or", min and product mean "and"; 16-bit floats are accumulated as
+                float32.
+            algorithm: auto, ring (for large arrays) or bcube (for small ones).
+            dtype: "bfloat16" if the array is uint16 that holds bfloat16.
+            weight: of this rank's array in an average, such as its number of rows; an array of weight 0 is not read.
+            scale: factors on the operand and on the result.
+            compression: "fp16" or "bf16": float32 is sent in this format.
+        """
+        view = as_array(array, writable=True)
+        self._allreduce(as_reduction(view, op, dtype, weight, scale, compression, algorithm))
+
+    def grouped_allreduce(
+        self,
+        arrays: Sequence[Any],
+        op: str = "sum",
+        dtype: str | None = None,
+        weight: float | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+        compression: str | None = None,
+    ) -> None:
+        """`allreduce` several arrays in place, with one exchange per dtype."""
+        views = [as_array(array, writable=True) for array in arrays]
+        whole = [as_reduction(view, op, dtype, weight, scale, compression) for view in views]
+        for reduction in fuse_reductions(whole):
+            self._allreduce(reduction)
 
     def reducescatter(
         self,
@@ -198,6 +259,13 @@ class EngineGroup(Group):
         compression: str | None = None,
         out: Array | None = None,
     ) -> Array:
+        """Return this rank's rows of the result of `allreduce`, summed in rank order; `array` is not changed.
+
+        The first dimension is split evenly; if it does not divide, the first ranks get one row more. No adasum.
+
+        Args:
+            out: the array that receives the result, C-contiguous and of its shape and dtype; None: a new one.
+        """
         refuse_forks(self._pid)
         view = as_rows(array)
         reduction = self._resolve_weight(as_reduction(view, op, dtype, weight, scale, compression))
@@ -213,6 +281,7 @@ class EngineGroup(Group):
         return part
 
     def broadcast(self, array: Any, root: int) -> None:
+        """Copy `array` of rank `root` to all, in place; any dtype, with the same dtype and size on all ranks."""
         view = as_array(array, writable=self.rank != root)
         validate_root(root, self.size)
         if not self._is_single():
@@ -222,30 +291,6 @@ class EngineGroup(Group):
             for begin in range(0, max(data.nbytes, 1), BROADCAST_PART):
                 self._native.broadcast(data[begin : begin + BROADCAST_PART], root, same)
 
-    def allgather(self, array: Any, out: Array | None = None) -> Array:
-        view = as_array(array, writable=False)
-        gathered = as_result(out, (self.size, *view.shape), view.dtype)
-        if self._is_single():
-            gathered[0:1] = view
-        else:
-            same = signature(view.dtype.str, view.shape)
-            self._native.allgather(_as_bytes(view), _as_bytes(gathered), [view.nbytes] * self.size, same)
-        return gathered
-
-    def allgatherv(self, array: Any) -> list[Array]:
-        view = as_rows(array)
-        if self._is_single():
-            return [view.copy()]
-        same = signature(view.dtype.str, view.shape[1:])
-        lengths = np.empty(self.size, np.int64)
-        self._native.allgather(np.array([len(view)]), lengths, [8] * self.size, same)
-        gathered = np.empty((int(lengths.sum()), *view.shape[1:]), view.dtype)
-        row = view.dtype.itemsize * _row_size(view)
-        if gathered.nbytes:
-            sizes = [length * row for length in lengths.tolist()]
-            self._native.allgather(_as_bytes(view), _as_bytes(gathered), sizes, same)
-        return split(gathered, lengths.tolist())
-
     def alltoall(
         self,
         array: Any,
@@ -253,6 +298,15 @@ class EngineGroup(Group):
         out: Array | None = None,
         incoming: Sequence[int] | None = None,
     ) -> tuple[Array, list[int]]:
+        """Send rank r the r-th part of the first dimension; returns the parts received, in rank order, and their rows.
+
+        Args:
+            array: its dtype and all but the first dimension must be equal on all ranks.
+            splits: rows for each rank; None: equal parts, and the first dimension must divide.
+            incoming: rows from each rank, if all ranks know them, which saves a round trip. A rank that sends another
+                number than its receiver expects is a mismatch.
+            out: as in `reducescatter`.
+        """
         view = as_rows(array)
         outgoing = validate_splits(len(view), splits, self.size)
         if self._is_single():
@@ -268,6 +322,10 @@ class EngineGroup(Group):
         return received, counts
 
     def alltoall_arrays(self, arrays: Sequence[Array], out: Sequence[Array]) -> None:
+        """Send the r-th array to rank r, and receive into the r-th array of `out` what it sends.
+
+        Where sender and receiver have arrays of another size it is a mismatch. All arrays have one dtype.
+        """
         sent = [_as_bytes(as_array(array, writable=False)) for array in arrays]
         came = [_as_bytes(as_array(array, writable=True)) for array in out]
         if self._is_single():
@@ -275,6 +333,117 @@ class EngineGroup(Group):
         else:
             same = signature(*sorted({array.dtype.str for array in arrays}))
             self._native.alltoall(sent, came, same, False)
+
+    def allgather(self, array: Any, out: Array | None = None) -> Array:
+        """Return the arrays of all ranks (equal shape and dtype) as one array of shape (size, *array.shape).
+
+        Args:
+            out: as in `reducescatter`.
+        """
+        view = as_array(array, writable=False)
+        gathered = as_result(out, (self.size, *view.shape), view.dtype)
+        if self._is_single():
+            gathered[0:1] = view
+        else:
+            same = signature(view.dtype.str, view.shape)
+            self._native.allgather(_as_bytes(view), _as_bytes(gathered), [view.nbytes] * self.size, same)
+        return gathered
+
+    def allgatherv(self, array: Any) -> list[Array]:
+        """Return the arrays of all ranks in rank order; the first dimension may differ between ranks."""
+        view = as_rows(array)
+        if self._is_single():
+            return [view.copy()]
+        same = signature(view.dtype.str, view.shape[1:])
+        lengths = np.empty(self.size, np.int64)
+        self._native.allgather(np.array([len(view)]), lengths, [8] * self.size, same)
+        gathered = np.empty((int(lengths.sum()), *view.shape[1:]), view.dtype)
+        row = view.dtype.itemsize * _row_size(view)
+        if gathered.nbytes:
+            sizes = [length * row for length in lengths.tolist()]
+            self._native.allgather(_as_bytes(view), _as_bytes(gathered), sizes, same)
+        return split(gathered, lengths.tolist())
+
+    def allgather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks in rank order; lengths may differ."""
+        return [part.tobytes() for part in self.allgatherv(np.frombuffer(data, np.uint8))]
+
+    def buffer(self, nbytes: int) -> Array:
+        """Allocate zeroed memory for operands: large operands in it, on all ranks, are reduced without a copy.
+
+        All ranks must call this in the same order as collectives. The memory lives as long as the array or a view of
+        it, but belongs to this group: after a failure or `close`, copy what you need and use the next group's memory.
+        """
+        memory = self._native.memory(nbytes)
+        return np.frombuffer(memoryview(memory), np.uint8)[:nbytes]
+
+    def barrier(self) -> None:
+        """Return once all ranks have called it."""
+        if not self._is_single():
+            self._native.barrier()
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Set how long one wait for a peer may last; a wait under way counts as if it began now.
+
+        With None a wait ends only by abort, by the death of a peer or with the group. Applies to this rank and this
+        group only. Any thread.
+        """
+        if seconds is not None and not MIN_TIMEOUT <= seconds <= MAX_TIMEOUT:
+            raise ValueError(
+                f"a timeout must be seconds within {MIN_TIMEOUT} and {MAX_TIMEOUT:g}; got {seconds}."
+            )
+        self._native.set_timeout(seconds or 0.0)
+
+    def watch(self, callback: WaitObserver | None) -> None:
+        """Set a callback for collectives of this rank that wait longer than two seconds; called a few times a second.
+
+        The waiting thread calls it; an exception from it ends the group. The ranks passed to it do not include ranks
+        that wait themselves, and only one of several waiting ranks on a host is called. Any thread.
+        """
+        self._native.watch(callback)
+
+    def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> Group:
+        """Create another group of the same generation whose collectives are ordered independently.
+
+        Nothing is exchanged before its first collective. The end of this group ends the subgroup, not vice versa. Any
+        thread.
+
+        Args:
+            channel: identifies the subgroup, 1 or more; equal on all its ranks, used once per generation and rank.
+            ranks: members among the ranks of this group, ascending; None: all.
+        """
+        members = validate_members(channel, ranks, self.rank, self.size)
+        group = Group(self._spec.restrict(members, channel), members.index(self.rank))
+        with self._lock:
+            self._subgroups.append(group)
+            ended = self._end_reason
+        if ended is not None:
+            group.abort(ended)
+        return group
+
+    def abort(self, reason: str) -> None:
+        """Fail the group at once, here and at all reachable peers; any thread, any number of times."""
+        if os.getpid() != self._pid:
+            return  # the memory that this process shares with its parent is the parent's group's
+        # Peers get it as UTF-8, which has no lone surrogates.
+        reason = reason.encode("utf-8", "backslashreplace").decode()
+        self._native.abort(reason)
+        for group in self._end(reason):
+            group.abort(reason)
+
+    def _allreduce(self, reduction: Reduction) -> None:
+        refuse_forks(self._pid)
+        reduction = self._resolve_weight(reduction)
+        if reduction.is_ignored:
+            reduction.array.fill(0)
+        self._native.allreduce(_as_bytes(reduction.array), _to_native(reduction))
+
+    def _resolve_weight(self, reduction: Reduction) -> Reduction:
+        """Gather the ranks' weights and turn a weighted average into a sum with a factor per rank."""
+        if reduction.weight is None:
+            return reduction
+        weights = self.allgather(np.array([reduction.weight], np.float64))
+        return reduction.with_weights(weights.ravel().tolist(), self.rank)
 
     def _exchange_counts(self, outgoing: Sequence[int], same: int) -> list[int]:
         """Tell each rank how many rows it will get; returns how many each rank will send."""
@@ -284,33 +453,6 @@ class EngineGroup(Group):
         counts: list[int] = incoming.tolist()
         return counts
 
-    def buffer(self, nbytes: int) -> Array:
-        memory = self._native.memory(nbytes)
-        return np.frombuffer(memoryview(memory), np.uint8)[:nbytes]
-
-    def barrier(self) -> None:
-        if not self._is_single():
-            self._native.barrier()
-
-    def subgroup(self, channel: int, ranks: Sequence[int] | None = None) -> EngineGroup:
-        members = validate_members(channel, ranks, self.rank, self.size)
-        group = EngineGroup(self._spec.restrict(members, channel), members.index(self.rank))
-        with self._lock:
-            self._subgroups.append(group)
-            ended = self._end_reason
-        if ended is not None:
-            group.abort(ended)
-        return group
-
-    def abort(self, reason: str) -> None:
-        if os.getpid() != self._pid:
-            return  # the memory that this process shares with its parent is the parent's group's
-        # Peers get it as UTF-8, which has no lone surrogates.
-        reason = reason.encode("utf-8", "backslashreplace").decode()
-        self._native.abort(reason)
-        for group in self._end(reason):
-            group.abort(reason)
-
     def close(self) -> None:
         if os.getpid() != self._pid:
             return
@@ -318,27 +460,13 @@ class EngineGroup(Group):
             group.close()
         self._native.close()
 
-    def set_timeout(self, seconds: float | None) -> None:
-        if seconds is not None and not MIN_TIMEOUT <= seconds <= MAX_TIMEOUT:
-            raise ValueError(
-                f"a timeout must be seconds within {MIN_TIMEOUT} and {MAX_TIMEOUT:g}; got {seconds}."
-            )
-        self._native.set_timeout(seconds or 0.0)
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
-    def watch(self, callback: WaitObserver | None) -> None:
-        self._native.watch(callback)
-
-    def _end(self, reason: str) -> list[EngineGroup]:
+    def _end(self, reason: str) -> list[Group]:
         with self._lock:
             self._end_reason = self._end_reason or reason
             return list(self._subgroups)
-
-    def _allreduce(self, reduction: Reduction) -> None:
-        refuse_forks(self._pid)
-        reduction = self._resolve_weight(reduction)
-        if reduction.is_ignored:
-            reduction.array.fill(0)
-        self._native.allreduce(_as_bytes(reduction.array), _to_native(reduction))
 
     def _is_single(self) -> bool:
         """Whether this rank is the only one. Raises if the group has failed."""
@@ -373,12 +501,6 @@ def _to_native(r: Reduction) -> _engine.Reduction:
 def _native_reduction(
     dtype: str, op: str, wire: str, algorithm: str, before: float, after: float, shapes: tuple[Shape, ...]
 ) -> _engine.Reduction:
-    return _engine.Reduction(
-        getattr(_engine.DataType, dtype),
-        getattr(_engine.ReduceOp, op),
-        getattr(_engine.Wire, wire),
-        getattr(_engine.Algorithm, algorithm),
-        before,
-        after,
-        signature(*shapes),
-    )
+    kind, operator = getattr(_engine.DataType, dtype), getattr(_engine.ReduceOp, op)
+    how = getattr(_engine.Wire, wire), getattr(_engine.Algorithm, algorithm)
+    return _engine.Reduction(kind, operator, *how, before, after, signature(*shapes))

@@ -140,9 +140,8 @@ def fuse_reductions(reductions: Iterable[Reduction]) -> Iterator[Reduction]:
     batches: dict[object, list[Reduction]] = {}
     for number, reduction in enumerate(reductions):
         alone = reduction.op == "adasum"  # Adasum combines each array by its own angle
-        batches.setdefault(number if alone else (reduction.dtype, reduction.array.dtype), []).append(
-            reduction
-        )
+        key = number if alone else (reduction.dtype, reduction.array.dtype)
+        batches.setdefault(key, []).append(reduction)
     for batch in batches.values():
         if len(batch) == 1:
             yield batch[0]

@@ -3,7 +3,7 @@
 The coordinator (in the task) has the server, the driver loop and the driver machine. The client launches slots for it
 and shows people how the job goes. They exchange messages through objects in the store (`runs.store_channel`), since
 Spark hands on a task's output only when the task ends. If the coordinator is lost, the job ends as `CoordinatorLost`. A
-heartbeat in the store makes a second copy of the task, which Spark may start, wait for the first.
+second copy of the task, which Spark may start, waits until the first one is silent.
 """
 
 from __future__ import annotations
@@ -24,39 +24,83 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
-from spark_elastic.driver.ports import Launcher
-from spark_elastic.driver.remote_launcher import ClientCall, RemoteLauncher
+from spark_elastic.driver.ports import Launcher, Post
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
-from spark_elastic.monitoring.logs import (
-    LogEntry,
-    emit_forwarded,
-    forward_log,
-    isolate_log_handlers,
-)
+from spark_elastic.monitoring.logs import LogEntry, emit_forwarded, forward_log, isolate_log_handlers
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import Checkpoint, Limits, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.runs.owned_run import OwnedRun
-from spark_elastic.runs.store_channel import (
-    SEND_EVERY,
-    ChannelEnd,
-    StoreChannel,
-    StoreHeartbeat,
-    wait_until_stale,
-)
+from spark_elastic.runs.store_channel import SILENT_AFTER, ChannelEnd, StoreChannel, wait_until_silent
 
 log = logging.getLogger("spark_elastic")
 T = TypeVar("T")
 
 CLIENT, COORDINATOR = "client", "coordinator"
 CLOSE_WAIT = 10.0  # seconds for the last messages, and for slots that still run
-LOOK_EVERY = 0.5  # seconds between two looks at the coordinator's job
+LOOK_EVERY = 0.5  # seconds between two looks at the other side
+CLIENT_EVENTS = (LaunchEnded, SlotsWanted, CancelRequested)  # what the client sends
 MOST_IDLE = 3  # this many coordinators lost in a row without a new checkpoint end the fit
 
 
-# ---- what the coordinator sends to its client
+@dataclass(frozen=True)
+class ClientCall:
+    """A method that the client is to call, if it is one of those that it lists."""
+
+    target: str  # name of the object, which the client has
+    method: str  # name
+    arguments: tuple[Any, ...]  # in their order; the client checks their types
+
+
+class RemoteLauncher:
+    """A `Launcher` by way of a client. silence_limit: seconds without word from it that cancel the job."""
+
+    def __init__(self, end: ChannelEnd, clock: Clock, silence_limit: float) -> None:
+        self.channel = StoreChannel(end, CLIENT_EVENTS, self._on_event, clock)
+        self._clock, self._silence_limit = clock, silence_limit
+        self._post: Post | None = None
+        self._closing = threading.Event()
+        self._change = threading.Condition()  # owns _open
+        self._open: set[int] = set()  # numbers of the slot launches that have not ended
+        self._watch = threading.Thread(target=self._watch_client, name="spark-elastic-client", daemon=True)
+
+    def start(self, spec: SlotSpec, post: Post) -> None:
+        self._post = post
+        self.channel.send(ClientCall("client", "on_started", (spec.address, spec.certificate)))
+        self.channel.start()
+        self._watch.start()
+
+    def launch(self, launch: int) -> None:
+        with self._change:
+            self._open.add(launch)
+        self.channel.send(ClientCall("launcher", "launch", (launch,)))
+
+    def close(self, timeout: float) -> list[str]:
+        """Wait for the slots, which the driver has released; the client cancels those that still run at the end."""
+        self._closing.set()
+        with self._change:
+            self._change.wait_for(lambda: not self._open, timeout / 2)
+        self._watch.join(timeout / 2)
+        return []
+
+    def _on_event(self, event: LaunchEnded | SlotsWanted | CancelRequested) -> None:
+        assert self._post is not None
+        if isinstance(event, LaunchEnded):
+            with self._change:
+                self._open.discard(event.launch)
+                self._change.notify_all()
+        self._post(dataclasses.replace(event, now=self._clock.now()))  # the client has a clock of its own
+
+    def _watch_client(self) -> None:
+        assert self._post is not None
+        while not self._closing.wait(LOOK_EVERY):
+            silent = self._clock.now() - self.channel.last_seen
+            if silent > self._silence_limit:
+                reason = f"the client has sent nothing for {silent:.0f} s (driver_timeout)"
+                self._post(CancelRequested(self._clock.now(), reason))
+                return
 
 
 @dataclass(frozen=True)
@@ -90,12 +134,8 @@ CALLS: dict[str, dict[str, tuple[Any, ...]]] = {
         "on_world": (int, str),
         "on_message": (str,),
     },
-    # A record of the coordinator's log, which would otherwise stay in the executor's standard error.
-    "log": {"emit": (LogEntry,)},
+    "log": {"emit": (LogEntry,)},  # which would otherwise stay in the executor's standard error
 }
-
-
-# ---- the task
 
 
 @dataclass(frozen=True)
@@ -107,15 +147,11 @@ class Coordinator:
     config: ElasticConfig  # from `check_config`: without settings that belong to the client's machine
     name: str  # the job's name
     encrypted: bool  # the server speaks TLS, unless the configuration says otherwise
-    check_host: Callable[
-        [Mapping[str, Any]], str | None
-    ]  # why a host with these facts cannot take part, or None
-    # Id, attempt and checkpoints of a `OwnedRun`; None: the job writes no checkpoints.
-    run: tuple[str, int, tuple[Checkpoint, ...]] | None
+    check_host: Callable[[Mapping[str, Any]], str | None]  # why a host of these facts is unfit, or None
+    run: tuple[str, int, tuple[Checkpoint, ...]] | None  # id, attempt, checkpoints of an `OwnedRun`, if any
 
     def run_driver(self, host: str) -> None:
-        """Drive the job to its end, and send the client its result. Blocks. host: the address at which the driver's
-        server listens."""
+        """Drive the job to its end, and send the client its result. Blocks. host: at which the driver listens."""
         launcher = RemoteLauncher(self.end, RunningClock(SystemClock()), silence_limit(self.config))
         channel = launcher.channel
         options = DriverOptions(
@@ -131,7 +167,7 @@ class Coordinator:
         job = self.limits, self.config, self.name, listener
         end: JobEnd | None = None
         try:
-            with StoreHeartbeat(self.end.store, self._heartbeat), forward_log(records.emit):
+            with forward_log(records.emit):
                 done = supervise(launcher, CombinedDiscovery(), options, *job)
             end = JobEnd(done.report.to_json(), done.results)
         except errors.ElasticError as error:
@@ -148,11 +184,7 @@ class Coordinator:
 
     def wait_standby(self) -> None:
         """Return once no other copy of this task drives the job. Blocks."""
-        wait_until_stale(self.end.store, self._heartbeat, RunningClock(SystemClock()))
-
-    @property
-    def _heartbeat(self) -> str:
-        return f"{self.end.folder}/heartbeat"
+        wait_until_silent(self.end, RunningClock(SystemClock()))
 
 
 def _forward(channel: StoreChannel, target: str, proxy: Any) -> Any:
@@ -164,9 +196,6 @@ def _forward(channel: StoreChannel, target: str, proxy: Any) -> Any:
     for method in CALLS[target]:
         setattr(proxy, method, partial(pass_on, method))
     return proxy
-
-
-# ---- the client
 
 
 def check_config(config: ElasticConfig) -> ElasticConfig:
@@ -183,7 +212,7 @@ def check_config(config: ElasticConfig) -> ElasticConfig:
 
 def silence_limit(config: ElasticConfig) -> float:
     """Seconds of silence after which either side assumes that the other is gone."""
-    return max(config.driver_timeout, 4 * SEND_EVERY)
+    return max(config.driver_timeout, SILENT_AFTER)
 
 
 class CoordinatorClient:
@@ -199,9 +228,7 @@ class CoordinatorClient:
         clock: Clock,
     ) -> None:
         """spec: of the slots; the coordinator fills in its address and certificate."""
-        self._spec = spec
-        self._launcher = launcher
-        self._scheduler = scheduler
+        self._spec, self._launcher, self._scheduler = spec, launcher, scheduler
         self._targets: dict[str, object] = {  # of `CALLS`
             "client": self,
             "launcher": launcher,
@@ -214,25 +241,20 @@ class CoordinatorClient:
         # The listener is called in another thread: a terminal that blocks must not look like a client that is gone.
         self._notifier = AsyncNotifier()
         self._task_started = False  # the coordinator's task runs
-        # Since when it waits for a core; time in which another job of the application trains does not count.
-        self._waits_since = 0.0
+        self._waits_since = 0.0  # since when it waits for a core, but not while another job trains
         self._end: JobEnd | None = None
         self._losses: list[str] = []  # why the coordinator is gone
         self._ended = threading.Event()
 
     def follow(self, run_task: Callable[[], str], config: ElasticConfig) -> LaunchResult:
-        """Run the coordinator's task and follow the job to its end. Blocks.
-
-        run_task: runs the task; returns why it ended. Raises CoordinatorLost: the task ended without a result.
-        NotEnoughWorkers: no executor took the task. JobFailed, JobCancelled: as `driver.job.supervise`.
-        """
+        """Run the coordinator's task and follow the job to its end. Blocks. run_task: returns why the task ended.
+        Raises CoordinatorLost: without a result. NotEnoughWorkers: no executor took it. Else as `supervise`."""
         with isolate_log_handlers(), self._notifier:
             self._follow(run_task, config)
         if self._end is None:
             why = self._losses[0] if self._losses else "it is silent"
-            raise CoordinatorLost(
-                f"the coordinator of {self._spec.job_name}, which ran in a task, was lost: {why}"
-            )
+            name = f"the coordinator of {self._spec.job_name}"
+            raise CoordinatorLost(f"{name}, which ran in a task, was lost: {why}")
         return self._end.unpack()
 
     def _follow(self, run_task: Callable[[], str], config: ElasticConfig) -> None:
@@ -295,13 +317,8 @@ class CoordinatorClient:
 
 
 def resume_after_coordinator_loss(attempt: Callable[[], T], find_checkpoints: Callable[[], object]) -> T:
-    """`attempt()`, and again after the loss of its coordinator, as long as the run advances now and then.
-
-    The loss of a coordinator is that of a driver (P7): the client takes the run's next attempt.
-
-    find_checkpoints: looks up the checkpoints from which the run would resume. Raises CoordinatorLost: `MOST_IDLE`
-    coordinators in a row were lost without a new checkpoint.
-    """
+    """`attempt()`, and again after the loss of its coordinator, which is that of a driver (P7): the client takes the
+    run's next attempt. Raises CoordinatorLost: `MOST_IDLE` in a row were lost without a new checkpoint."""
     before, idle = find_checkpoints(), 0
     while True:
         try:

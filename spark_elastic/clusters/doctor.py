@@ -1,8 +1,5 @@
-"""The lines of `spark-elastic doctor`: what is installed, what a cluster offers and what a job would be refused for.
-
-It decides nothing of its own: each remark is what the checks before a job, and its preflight, say. Runs in the calling
-thread.
-"""
+"""The lines of `spark-elastic doctor`: what is installed, what a cluster offers and what a job would be refused for. It
+decides nothing of its own: each remark is what the checks before a job, and its preflight, say. Calling thread."""
 
 from __future__ import annotations
 
@@ -41,11 +38,7 @@ class Finding:
 def examine(
     spark: SparkSession | None = None, store: str | None = None, workers: int | None = None
 ) -> Iterator[Finding]:
-    """Examine this machine, then the store, then the session's cluster by a preflight, as far as they are given.
-
-    Args:
-        store: as a job's. workers: how many a job would ask for.
-    """
+    """Examine this machine, then the store (as a job's), then the session's cluster by a preflight for `workers`."""
     config = from_env()
     try:
         from spark_elastic.clusters.spark.host_facts import collect_host_facts
@@ -67,7 +60,14 @@ def examine(
     if spark is not None:
         yield from _examine_cluster(spark, config, opened, workers)
     elif opened is not None:
-        yield _examine_store(opened)
+        from spark_elastic.clusters.spark.probe import Probe
+
+        try:
+            with Probe(store=opened).open():
+                what = f"the store {opened.url} can be written here"
+                yield Finding(f"{what}; whether hosts see it, a cluster tells")
+        except ElasticError as error:
+            yield Finding(str(error), refused=True)
 
 
 def _describe(facts: Mapping[str, str]) -> str:
@@ -76,17 +76,6 @@ def _describe(facts: Mapping[str, str]) -> str:
     lacking = [name for name in FRAMEWORKS if name not in facts]
     missing = f"; no {', '.join(lacking)}" if lacking else ""
     return f"{', '.join(f'{name} {facts[name]}' for name in names)}{missing}; {facts['gpus']} GPUs"
-
-
-def _examine_store(store: Store) -> Finding:
-    from spark_elastic.clusters.spark.probe import Probe
-
-    try:
-        with Probe(store=store).open():
-            what = f"the store {store.url} can be written here"
-            return Finding(f"{what}; whether hosts see it, a cluster tells")
-    except ElasticError as error:
-        return Finding(str(error), refused=True)
 
 
 def _examine_cluster(

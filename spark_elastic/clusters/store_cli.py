@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+Words: TypeAlias = tuple[str, ...]
 
 
 @click.group(name="spark-elastic")
@@ -37,9 +38,7 @@ def group() -> None:
 @click.option("--conf", "settings", multiple=True, metavar="NAME=VALUE", help="Setting of Spark; repeatable.")
 @click.option("--store", help="Store to try, a path or an fsspec url.")
 @click.option("-n", "--num-workers", type=click.IntRange(min=1), help="Workers that a job would ask for.")
-def examine_all(
-    master: str | None, settings: tuple[str, ...], store: str | None, num_workers: int | None
-) -> None:
+def examine_all(master: str | None, settings: Words, store: str | None, num_workers: int | None) -> None:
     """Say what is installed, what a cluster offers and what a job would be refused for."""
     spark = _start_session(master, settings) if master is not None else None
     try:
@@ -55,7 +54,7 @@ def examine_all(
     sys.exit(any(finding.refused for finding in findings))
 
 
-def _start_session(master: str, settings: tuple[str, ...]) -> SparkSession:
+def _start_session(master: str, settings: Words) -> SparkSession:
     pairs = [setting.partition("=") for setting in settings]
     if not all(equals for _, equals, _ in pairs):
         raise InvalidInput(f"--conf takes NAME=VALUE; got {' '.join(settings)!r}.")
@@ -84,7 +83,7 @@ _OPTION = click.option(
 @store_group.command(name="ls")
 @click.argument("url")
 @_OPTION
-def ls(url: str, options: tuple[str, ...]) -> None:
+def ls(url: str, options: Words) -> None:
     """List what is in the store at URL."""
     _show(list_entries(_open_existing(url, options)))
 
@@ -94,7 +93,7 @@ def ls(url: str, options: tuple[str, ...]) -> None:
 @click.option("--older-than", required=True, help="Least age of what is removed, as in 12h, 30d or 2w.")
 @click.option("--unfinished", is_flag=True, help="Also remove runs that could be resumed, and their rows.")
 @_OPTION
-def clean_store(url: str, older_than: str, unfinished: bool, options: tuple[str, ...]) -> None:
+def clean_store(url: str, older_than: str, unfinished: bool, options: Words) -> None:
     """Remove data sets, ended runs and half-written files that have not been written to for a while."""
     store, age = _open_existing(url, options), parse_age(older_than)
     removed = remove_old_entries(store, age, SystemClock().wall(), unfinished)
@@ -110,17 +109,8 @@ def parse_age(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _open_existing(url: str, options: tuple[str, ...]) -> Store:
+def _open_existing(url: str, options: Words) -> Store:
     """The store, unless it is a folder that does not exist: other stores have no folders."""
-    store = _open_store(url, options)
-    if store.is_local and not os.path.isdir(store.root):
-        raise InvalidInput(
-            f"there is no folder {store.root}: give the path or url that a job had as its store."
-        )
-    return store
-
-
-def _open_store(url: str, options: tuple[str, ...]) -> Store:
     pairs: dict[str, Any] = {}
     for option in options:
         name, equals, value = option.partition("=")
@@ -130,7 +120,11 @@ def _open_store(url: str, options: tuple[str, ...]) -> Store:
             pairs[name] = json.loads(value)  # a number, true, {...}
         except ValueError:
             pairs[name] = value
-    return Store.open(url, **pairs)
+    store = Store.open(url, **pairs)
+    if store.is_local and not os.path.isdir(store.root):
+        advice = "give the path or url that a job had as its store"
+        raise InvalidInput(f"there is no folder {store.root}: {advice}.")
+    return store
 
 
 def _show(shown: list[StoreEntry]) -> None:

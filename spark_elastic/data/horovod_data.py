@@ -174,9 +174,7 @@ class ElasticSampler:
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Count a step as processed on all ranks; `batch_size` is the loader's setting, the same on every rank."""
         if batch_size < 1:
-            raise InvalidInput(
-                f"record_batch was given a batch of {batch_size} rows: give the loader's batch_size."
-            )
+            raise InvalidInput(f"record_batch got {batch_size} rows: give the loader's batch_size.")
         left = len(self.dataset) - len(self._known)
         self._taken = min(left, self._taken + batch_size * self.num_replicas)
 
@@ -184,13 +182,10 @@ class ElasticSampler:
         """Count rows as processed, in addition to the batches; each rank records its own. A state brings the ranks'
         rows together at the next change of the world, or when it is synced. Rows that only a lost worker recorded come
         again."""
-        rows = [int(index) for index in indices]
+        rows, known = [int(index) for index in indices], len(self.dataset)
         for row in rows:
-            if not 0 <= row < len(self.dataset):
-                raise InvalidInput(
-                    f"record_indices was given row {row} of a data set of {len(self.dataset)} rows: give what the "
-                    "sampler yields."
-                )
+            if not 0 <= row < known:
+                raise InvalidInput(f"record_indices got row {row} of {known}: give what the sampler yields.")
         self._recorded.update(rows)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:

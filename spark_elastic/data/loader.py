@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -70,31 +71,23 @@ class StepLoader:
         self.waiting: StepStream | None = None
 
     def steps(
-        self,
-        epoch: int,
-        first_step: int,
-        rank: int,
-        size: int,
-        division: Division | None = None,
-        epochs: int = 0,
+        self, epoch: int, first: int, rank: int, size: int, division: Division | None = None, epochs: int = 0
     ) -> StepStream:
-        """The steps `first_step ...` of an epoch as `rank` of `size` sees them; a context that reads ahead inside.
+        """The steps `first ...` of an epoch as `rank` of `size` sees them; a context that reads ahead inside.
 
-        Args:
-            division: how the ranks divide each step; None: equally.
-            epochs: of the training. After an epoch before the last one the stream reads on, and is the stream of the
-                next epoch as well if rank and division stay. 0: it ends with its epoch.
+        division: how the ranks divide each step; None: equally. epochs: of the training; before the last of them the
+        stream reads on, and is that of the next epoch as well if rank and division stay. 0: it ends with its epoch.
         """
         division = division or self.plan.divide(size)
         waiting, self.waiting = self.waiting, None
         if waiting is not None:
-            if waiting.begin_epoch(epoch, first_step, rank, division):
+            if waiting.begin_epoch(epoch, first, rank, division):
                 return waiting
             waiting.close()
         order, self.order = self.order, None
         if order is None or order.epoch != epoch:
             order = self.plan.permute_epoch(epoch)
-        return StepStream(self, order, first_step, rank, division, epochs)
+        return StepStream(self, order, first, rank, division, epochs)
 
     def close(self) -> None:
         """End a stream that reads ahead between two epochs."""
@@ -157,22 +150,22 @@ class _Closed(Exception):
 
 
 class StepStream:
-    """The steps of one rank in one world and epoch, in order; `with` starts and ends the thread that reads ahead. Once
-    all are taken, and where another epoch follows, the thread reads that one after `with`."""
+    """The steps of one rank in one world and epoch, in order; `with` starts and ends the thread that reads ahead, which
+    goes on with the next epoch, if there is one, once all steps are taken."""
 
     def __init__(
         self,
         loader: StepLoader,
         order: EpochPermutation,
-        first_step: int,
+        step: int,
         rank: int,
         division: Division,
-        epochs: int = 0,
+        epochs: int,
     ) -> None:
         self._loader = loader
         self._orders = {order.epoch: order}  # the consumer's, and the next one once the thread reads it
         self._epoch, self._epochs = order.epoch, epochs
-        self._next = first_step
+        self._next = step
         self._rank, self._division = rank, division
         self._limit = loader._prefetch
         self._row_bytes = 8 + sum(column.row_bytes for column in loader._columns)
@@ -189,9 +182,8 @@ class StepStream:
         usual = loader.plan.rows * self._row_bytes // len(loader.plan.row_groups)
         groups_ahead = max(2, BYTES_AHEAD // usual) if usual >= MIN_GROUP_BYTES_FOR_THREAD else 0
         self._ahead = DecodePrefetcher(loader._reader, groups_ahead, self._note_answer)
-        self._thread = threading.Thread(
-            target=self._read_ahead, args=(order.epoch, first_step), name="read-ahead", daemon=True
-        )
+        work = partial(self._read_ahead, order.epoch, step)
+        self._thread = threading.Thread(target=work, name="read-ahead", daemon=True)
 
     def __enter__(self) -> StepStream:
         if self._thread.ident is None:
@@ -239,8 +231,7 @@ class StepStream:
         return bool(self._ready)
 
     def _await_rows(self) -> None:
-        """Wait until the next step is there, or nothing will come. `deadline` counts from the last row group that was
-        read, since a step of many row groups may take longer."""
+        """Wait until the next step is there. `deadline` counts from the last row group: a step may have many."""
         since = self._clock.now()
         while not (self._ready or self._failed or self._closed):
             left = max(since, self._last_read) + self._limit.deadline - self._clock.now()
@@ -321,8 +312,8 @@ class StepStream:
         self._last_read = self._clock.now()
 
     def _iter_blocks(self, order: EpochPermutation, first_step: int) -> Iterator[RankBlock]:
-        """This rank's rows of all steps, in blocks of steps: one step alone has few rows of each lane, and each take is
-        a call. Blocks double, so that the first step comes soon."""
+        """This rank's rows of all steps, in blocks of steps: for one step alone each take of few rows would be a call.
+        Blocks double, so that the first step comes soon."""
         plan, step, count = self._loader.plan, first_step, 1
         while step < plan.steps:
             room = self._limit.bytes // 2 // self._count_step_bytes(step)
@@ -359,12 +350,10 @@ class StepStream:
 
 
 class DecodePrefetcher:
-    """Decodes row groups in a thread of its own before the one thread that fetches asks for them, which enters and
-    leaves it as a context. The reader keeps what was decoded."""
+    """Decodes row groups in a thread of its own before the one thread that fetches, which enters it, asks for them."""
 
     def __init__(self, reader: Reader, most: int, on_read: Callable[[], None]) -> None:
-        """most: row groups that may be decoded before they are fetched; with 0 there is no thread. on_read: called
-        after each row group that was read, by the thread that read it."""
+        """most: row groups decoded ahead; 0: no thread. on_read: called after each read, by the thread that read."""
         self._reader, self._most, self._on_read = reader, most, on_read
         self._changed = threading.Condition()
         self._wanted: dict[int, None] = {}  # ordered set: they will be fetched in this order

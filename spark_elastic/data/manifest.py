@@ -1,7 +1,6 @@
 """The manifest of a data set: its files, row groups and columns, as one JSON document beside it in the store.
 
-A run is bound to the manifest's hash (R19, resuming a run). Knows neither Spark nor how files are read. Values; any
-thread.
+A run is bound to the manifest's hash (R19, resuming a run). Knows neither Spark nor how files are read. Any thread.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -40,11 +39,8 @@ class Column:
     # `datetime64[D]` or `datetime64[us]`.
     dtype: str
     shape: tuple[int, ...] = ()  # shape of one row, () for a scalar
-    # How petastorm encoded a row in the file: "ndarray", "compressed_ndarray" or "image"; "": not at all.
-    codec: str = ""
-    # numpy's dtype of the elements of rows that are 1-D arrays of different lengths, where `dtype` is `object`; "": the
-    # rows are no such arrays.
-    ragged: str = ""
+    codec: str = ""  # how petastorm encoded a row: "ndarray", "compressed_ndarray" or "image"; "": not at all
+    ragged: str = ""  # numpy's dtype in rows that are 1-D arrays of different lengths; `dtype` is `object`
 
     @property
     def is_raw(self) -> bool:
@@ -93,9 +89,7 @@ class RowGroup:
         bits = zlib.decompressobj().decompress(base64.b64decode(packed), max(1, size))
         kept = ~np.unpackbits(np.frombuffer(bits, np.uint8))[:count].view(np.bool_)
         if len(kept) != count or np.count_nonzero(kept) != self.rows:
-            raise StoreError(
-                "The manifest's deleted rows do not match its rows: it was altered; write it again."
-            )
+            raise StoreError("The manifest's deleted rows do not match its rows: write it again.")
         return kept
 
     @property
@@ -131,9 +125,8 @@ class RowGroups:
         numbers: dict[str, Any] = {}
         for name in cls.NUMBERS:
             numbers[name] = np.array([getattr(group, name) for group in single], np.int64)
-        return cls(
-            **numbers, deleted={place: group.deleted for place, group in enumerate(single) if group.deleted}
-        )
+        deleted = {place: group.deleted for place, group in enumerate(single) if group.deleted}
+        return cls(**numbers, deleted=deleted)
 
     def keep(self, rows: Int64s, deleted: Mapping[int, str]) -> RowGroups:
         """The row groups that have rows of so many each. deleted: of their rows in the files, by row group."""
@@ -164,11 +157,8 @@ class RowGroups:
     def to_fields(self) -> dict[str, Any]:
         """For a document: a number where all row groups have it, else a list."""
         numbers = {name: _shorten(getattr(self, name)) for name in self.NUMBERS}
-        return {
-            **numbers,
-            "count": len(self),
-            "deleted": {str(key): text for key, text in self.deleted.items()},
-        }
+        deleted = {str(key): text for key, text in self.deleted.items()}
+        return {**numbers, "count": len(self), "deleted": deleted}
 
     @classmethod
     def from_fields(cls, content: Mapping[str, Any]) -> RowGroups:
@@ -195,8 +185,7 @@ def _lengthen(values: Any, count: int) -> Int64s:
 class FileColumns:
     """What a file's own footer does not say of its columns."""
 
-    # Column -> the text of its one value, for columns that are not in the file.
-    constants: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict)  # column not in the file -> its text
     # Column -> its name in the file, for all columns of tables that map them; {}: columns have their own names.
     stored_names: Mapping[str, str] = field(default_factory=dict)
 
@@ -212,11 +201,7 @@ class PackedSource:
 
     manifest: Manifest  # that of the documents
     packing: Mapping[str, Any]  # the fields of `Packing`
-    # Row group g of the sequences is made of the row groups `cuts[g] ... cuts[g + 1]` of the documents.
-    cuts: tuple[int, ...]
-    documents: int  # how many were packed
-    overlong: int  # documents that were split or truncated
-    tokens: int  # of all documents, without those that were cut off; the other places of the sequences are padding
+    cuts: tuple[int, ...]  # row group g has the row groups `cuts[g] ... cuts[g + 1]` of the documents
 
 
 @dataclass(frozen=True)
@@ -226,15 +211,12 @@ class Manifest:
     columns: tuple[Column, ...]  # of the data set; its files may have more
     files: tuple[str, ...]  # names of Parquet files in the store
     row_groups: RowGroups  # in the order of the table's rows
-    # Of written rows: identifies what they were made from. Of a table: digest of what is selected of it. Of other
-    # files: `content`.
-    fingerprint: str
+    fingerprint: str  # of what written rows were made from, or of what is selected of a table; else `content`
     # Of written rows: digest of all values and their places. Of files that exist: digest of their names, sizes and
     # times, and of which of their rows are deleted.
     content: str
     file_columns: tuple[FileColumns, ...] = ()  # of each file; (): the files say all
-    # Of each file `ObjectInfo.state`, which readers compare; (): nobody writes these files again.
-    file_states: tuple[str, ...] = ()
+    file_states: tuple[str, ...] = ()  # `ObjectInfo.state` of each file; (): nobody writes them again
     packed: PackedSource | None = None  # what the rows are made of, if they are not in the files as they are
 
     @cached_property
@@ -249,9 +231,10 @@ class Manifest:
     @cached_property
     def hash(self) -> str:
         """Hash of columns, row groups and `content`: equal rows written again have the same, in files of any names."""
+        columns = [_to_fields(column) for column in self.columns]
         content = {
             "version": VERSION,
-            "columns": [_to_fields(column) for column in self.columns],
+            "columns": columns,
             "row_groups": self.group_rows,
             "content": self.content,
         }
@@ -264,10 +247,11 @@ class Manifest:
         names = [column.name for column in self.columns]
         raise InvalidInput(f"The data set has no column {name!r}; it has {format_columns(name, names)}.")
 
-    def max_decoded_group_bytes(self, names: Iterable[str] | None = None) -> int:
-        """Bytes of the largest row group in memory, of all columns or of those named."""
-        columns: Sequence[Column] = self.columns if names is None else [self.column(name) for name in names]
-        return int(compute_decoded_bytes(columns, self.row_groups.rows, self.row_groups.bytes).max(initial=0))
+    def max_decoded_group_bytes(self) -> int:
+        """Bytes of the largest row group in memory."""
+        return int(
+            compute_decoded_bytes(self.columns, self.row_groups.rows, self.row_groups.bytes).max(initial=0)
+        )
 
     def to_json(self) -> str:
         shared = reuse_equal(self.file_columns)
@@ -298,30 +282,26 @@ class Manifest:
     def _from_content(cls, content: Any) -> Manifest:
         version = content["version"]
         if version != VERSION:
-            raise StoreError(
-                f"The manifest has version {version}, this release reads {VERSION}: write it again."
-            )
+            raise StoreError(f"The manifest has version {version}, not {VERSION}: write it again.")
         kinds = [FileColumns(**each) for each in content["kinds_of_files"]]
         packed = content.get("packed")
         if packed is not None:
             packed = {**packed, "manifest": cls.from_json(packed["manifest"]), "cuts": tuple(packed["cuts"])}
         manifest = cls(
-            tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in content["columns"]),
-            tuple(content["files"]),
-            RowGroups.from_fields(content["row_groups"]),
-            content["fingerprint"],
-            content["content"],
-            tuple(kinds[number] for number in content["file_columns"]),
-            tuple(content["file_states"]),
-            packed and PackedSource(**packed),
+            columns=tuple(Column(**{**c, "shape": tuple(c["shape"])}) for c in content["columns"]),
+            files=tuple(content["files"]),
+            row_groups=RowGroups.from_fields(content["row_groups"]),
+            fingerprint=content["fingerprint"],
+            content=content["content"],
+            file_columns=tuple(kinds[number] for number in content["file_columns"]),
+            file_states=tuple(content["file_states"]),
+            packed=packed and PackedSource(**packed),
         )
         manifest.max_decoded_group_bytes()  # raises for what are no columns
         if not all(isinstance(name, str) for name in manifest.files):
             raise TypeError("files must be names")
         if manifest.hash != content["hash"]:
-            raise StoreError(
-                "The manifest does not match its own hash: it was altered; write the data set again."
-            )
+            raise StoreError("The manifest does not match its own hash: it was altered; write it again.")
         return manifest
 
     @classmethod
@@ -333,8 +313,7 @@ class Manifest:
 
 
 def _to_fields(column: Column) -> dict[str, Any]:
-    """A column's fields for a document: newer ones only where they say something, so that the hashes of other data sets
-    stay."""
+    """A column's fields for a document, new ones only where they say something: the hashes of others stay."""
     return {name: value for name, value in asdict(column).items() if name not in ("codec", "ragged") or value}
 
 

@@ -1,10 +1,9 @@
 """An object store: calls of its client, tried again until they succeed or a time is over; files; credentials.
 
-The clients try a single request again by themselves, some for two seconds and some without an end. This module bounds
-them: each attempt has a limit of its own, so that an answer that trickles in or never comes is asked for anew, and all
-attempts together have one. Only clients whose calls are coroutines (S3, GCS, Azure) are retried: those of local disks,
-mounts and HDFS wait by themselves. Any thread may use a client; its coroutines run in fsspec's thread. A `RemoteFile`
-belongs to one thread.
+The clients try a single request again by themselves, some for two seconds and some without an end. Here each attempt
+has a limit of its own, so that an answer that trickles in or never comes is asked for anew, and all attempts together
+have one. Only clients whose calls are coroutines (S3, GCS, Azure) are retried: those of local disks, mounts and HDFS
+wait by themselves. Any thread may use a client; its coroutines run in fsspec's thread. A `RemoteFile` belongs to one.
 
 Credentials that have expired are looked up again, and `RenewedFileSystem` asks for others before they end. It pickles
 without them: each process asks for its own. Knows no catalog.
@@ -147,12 +146,9 @@ class RetryingClient:
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], size: int = 0, longest: float | None = None
     ) -> T:
-        """The result of the first attempt that succeeds.
-
-        size: bytes that are written or read. longest: seconds that an attempt of many requests may take, which begins
-        before the limit is over; None: an attempt takes a part of the limit. Raises TimeoutError, which names the last
-        error, if no attempt succeeded within the limit, else what the client raises.
-        """
+        """The result of the first attempt that succeeds. size: bytes that are written or read. longest: seconds that an
+        attempt of many requests may take, which begins before the limit is over; None: a part of the limit. Raises
+        TimeoutError with the last error, or as the client."""
         transfer = size / BYTES_PER_SECOND
         deadline = _CLOCK.now() + self.seconds + transfer
         tried = 0
@@ -175,8 +171,8 @@ class RetryingClient:
             await asyncio.sleep(pause)
 
     async def _renew_credentials(self, error: Exception, session: object, tried: int) -> bool:
-        """After a refusal: let the client look its credentials up again, in files, variables or a process. False if
-        that does not help. session: the client's when the attempt began; another call may have replaced it."""
+        """After a refusal: let the client look its credentials up again. False if that does not help.
+        session: the client's when the attempt began; another call may have replaced it."""
         if not isinstance(error, PermissionError) or not hasattr(self.filesystem, "set_session"):
             return False
         if getattr(self.filesystem, "key", None) or getattr(self.filesystem, "anon", False):
@@ -327,8 +323,7 @@ class RenewedCredentials:
                 self._lease, self._renew_at = None, 0.0
 
     def get(self) -> Lease:
-        """The lease of now, or the next one; blocks. Raises ConnectionError if nobody answers and the last lease is
-        over, StoreError if there are no others."""
+        """The lease of now, or the next one; blocks. ConnectionError: nobody answers, and the last is over."""
         with self._lock:
             found = self.lease
             if found is not None:
@@ -372,10 +367,8 @@ class RenewedRoot:
 
 
 class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
-    """Reads folders of one kind of object store, each with its own credentials.
-
-    `session` and `set_session` are those of s3fs, by which `RetryingClient` has others asked for after a refusal.
-    """
+    """Reads folders of one kind of object store, each with its own credentials. `session` and `set_session` are s3fs's,
+    by which `RetryingClient` has others asked for after a refusal."""
 
     cachable = False
 
@@ -383,8 +376,7 @@ class RenewedFileSystem(AsyncFileSystem):  # type: ignore[misc]
         super().__init__(**options)
         self.roots, self.protocol = roots, roots[0].client.protocol  # type: ignore[attr-defined]
         self.session: object = None  # another one after each refusal and renewal
-        # Path of a root -> its lease and client, and what makes the next ones.
-        self._connected: dict[str, tuple[Lease, AsyncFileSystem]] = {}
+        self._connected: dict[str, tuple[Lease, AsyncFileSystem]] = {}  # by path of a root
         self._connecting: dict[str, asyncio.Future[None]] = {}
 
     async def set_session(self, refresh: bool = False) -> None:

@@ -51,10 +51,9 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Any, max_length: int | None = None, dtype: str | None = None) -> Ragged:
-        """From a batch's ragged column, which is an object array of 1-D arrays, or from any sequence of 1-D arrays.
+        """From a batch's ragged column, an object array of 1-D arrays, or from any sequence of 1-D arrays.
 
-        max_length: longer rows lose what is behind it; `truncated` counts them. dtype: of the values; None: as in the
-        rows.
+        max_length: longer rows lose what is behind it; `truncated` counts them. dtype: of the values; None: the rows'.
         """
         parts = [np.asarray(row) for row in rows]
         if any(part.ndim != 1 for part in parts):
@@ -174,23 +173,19 @@ class Packing:
 
     column: str = "input_ids"  # of arrays, the documents' tokens
     length: int = 2048  # tokens of a sequence
-    # Longer documents are an error with their number, or become several ("split"), or lose their end ("truncate").
-    overlong: str = "refuse"
+    overlong: str = "refuse"  # longer documents: "refuse", "split" into several, or "truncate"
     pad_id: int = 0  # the token that fills the end of a sequence
     # Columns whose rows are as long as those of `column`, such as labels -> the value that fills their end.
     along: Mapping[str, Any] = field(default_factory=dict)
     predict_first: bool = False  # whether the last token of a document is to predict the first of the next
-    # The column with the number of tokens of each document; None: the documents are read once, to be counted.
-    length_column: str | None = None
+    length_column: str | None = None  # column with the tokens of each document; None: they are counted
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", COUNT("length", self.length))
         make_choice("refuse", "split", "truncate")("overlong", self.overlong)
         for name in (DOCUMENT_IDS, POSITION_IDS):
             if name in self.sources:
-                raise InvalidInput(
-                    f"Packing makes a column {name!r} of its own: rename the one that it is to pack."
-                )
+                raise InvalidInput(f"Packing makes a column {name!r}: rename the one that it is to pack.")
 
     @property
     def sources(self) -> dict[str, Any]:
@@ -233,8 +228,7 @@ class Window:
 
 
 def pack_window(lengths: Int64s, packing: Packing) -> Window:
-    """Pack the documents of a window; one that is empty is nowhere. Longer ones are split, or truncated: see
-    `check_lengths`."""
+    """Pack the documents of a window; one that is empty is nowhere. See `check_lengths` for longer ones."""
     length, longest = packing.length, max(int(lengths.max(initial=0)), 1)
     parts = -(-lengths // length) if packing.overlong == "split" else np.minimum(lengths, 1)
     documents = np.repeat(np.arange(len(lengths)), parts)
@@ -269,12 +263,9 @@ def _fit_best(sizes: Sequence[int], length: int) -> tuple[Int64s, int]:
 
 
 def check_lengths(lengths: Int64s, packing: Packing) -> int:
-    """The number of documents that are split or truncated. Raises InvalidInput if these are to be refused, and if
-    there are no tokens."""
+    """The number of documents that are split or truncated. Raises InvalidInput where neither is allowed."""
     if not lengths.any():
-        raise InvalidInput(
-            f"The documents in column {packing.column!r} have no tokens: there is nothing to pack."
-        )
+        raise InvalidInput(f"The documents in column {packing.column!r} have no tokens: nothing to pack.")
     overlong = int(np.count_nonzero(lengths > packing.length))
     if overlong and packing.overlong == "refuse":
         raise InvalidInput(

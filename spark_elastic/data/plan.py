@@ -29,9 +29,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 def draw_permutation(length: int, *words: int) -> Int64s:
     """A permutation of `range(length)` that depends on `words` alone, the same in every version and on every machine.
 
-    The argsort of the first `length` outputs of SplitMix64 (Steele, Lea, Flood 2014), seeded by absorbing the words
-    one by one. Outputs of one stream are all different (odd increment, bijective mix), so that no two sorting
-    algorithms can disagree.
+    The argsort of the first `length` outputs of SplitMix64 (Steele, Lea, Flood 2014), seeded by absorbing the words.
+    They are all different (odd increment, bijective mix), so that no two sorting algorithms can disagree.
     """
     counters = np.arange(1, length + 1, dtype=np.uint64)
     keys = _splitmix64(np.uint64(_absorb_words(words)) + counters * np.uint64(_GOLDEN))
@@ -46,8 +45,7 @@ def draw_uniform(rows: Int64s, count: int, *words: int) -> npt.NDArray[np.float6
 
 
 def count_affordable_lanes(decoded_group_bytes: int, budget_bytes: int) -> int:
-    """For how many lanes the row groups fit into memory. Two more groups are open: that of the rows that only longer
-    steps have, and the one that is decoded next."""
+    """For how many lanes the row groups fit into memory. Two more are open: of longer steps, and the next one."""
     return max(1, budget_bytes // max(1, decoded_group_bytes) - 2)
 
 
@@ -63,11 +61,9 @@ def compute_share_bounds(planned: int, shares: int, share: int) -> tuple[int, in
 
 @dataclass(frozen=True)
 class Division:
-    """How ranks divide the rows of each step: into parts of equally many rows, give or take one, of which each rank
-    takes some neighbours."""
+    """How ranks divide the rows of each step: into parts that differ by a row at most; a rank takes neighbours."""
 
-    # Rank i takes the parts `cuts[i] ... cuts[i + 1]`; the last number is that of all parts.
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # rank i takes the parts `cuts[i] ... cuts[i + 1]`; the last is the number of parts
 
     @classmethod
     def equal(cls, size: int, shares: int = 0) -> Division:
@@ -149,10 +145,8 @@ class DataPlan:
     seed: int  # decides the order, together with the epoch
     lanes: int  # row streams that an epoch is cut into
     shuffle: bool = True  # whether groups and rows are shuffled, or keep the manifest's order
-    # Virtual shares that each step is cut into, which ranks take whole (`determinism="bitwise"`); 0: ranks divide rows.
-    shares: int = 0
-    # Whether each step has exactly `global_batch` rows, and the rows left over, others in each epoch, are left out.
-    drop_last: bool = False
+    shares: int = 0  # virtual shares of each step, which ranks take whole; 0: ranks divide its rows
+    drop_last: bool = False  # whether each step has `global_batch` rows, and what is left over is left out
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -187,10 +181,7 @@ class DataPlan:
         budget_bytes: int,
         shuffle: bool = True,
     ) -> DataPlan:
-        """The plan of a new run: as many lanes as batch, world and memory allow.
-
-        At W = 1 a rank has every lane's row group open, hence the budget: `budget_bytes` of decoded rows.
-        """
+        """The plan of a new run: as many lanes as batch, world and, at W = 1, `budget_bytes` of decoded rows allow."""
         single = cls(tuple(row_groups), global_batch, seed, lanes=1, shuffle=shuffle)
         affordable = count_affordable_lanes(decoded_group_bytes, budget_bytes)
         lanes = min(single.base_rows, MAX_LANES, max(16, 2 * max_workers), affordable)
@@ -244,8 +235,7 @@ class DataPlan:
 
     @cached_property
     def lane_bounds(self) -> list[tuple[int, int]]:
-        """For each lane its rows of a step, as (first, behind the last). The row that only longer steps have is last, a
-        lane of its own."""
+        """For each lane its rows of a step, as (first, behind the last). The last lane is in longer steps alone."""
         cuts = [lane * self.base_rows // self.lanes for lane in range(self.lanes + 1)]
         return [*pairwise(cuts), (self.base_rows, self.base_rows + 1)]
 
@@ -259,10 +249,8 @@ class DataPlan:
 
 
 class EpochPermutation:
-    """The order of one epoch's rows: row groups shuffled, rows shuffled inside each, lazily. For one thread.
-
-    Keeps only the permutations of the row groups that lanes are in; lanes in the same row group share it.
-    """
+    """The order of one epoch's rows: row groups shuffled, rows shuffled inside each. For one thread.
+    Keeps only the permutations of the row groups that lanes are in; lanes in the same row group share it."""
 
     def __init__(self, plan: DataPlan, epoch: int) -> None:
         self.plan = plan

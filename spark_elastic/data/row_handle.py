@@ -55,16 +55,10 @@ class RowAccess:
         return opened[0]
 
     def take(self, rows: Sequence[int] | Int64s) -> ColumnArrays:
-        """Column -> (n, *shape), the values of these rows in their order.
-
-        Raises:
-            StoreError: a file is gone, changed or damaged.
-        """
+        """Column -> (n, *shape), the values of these rows in their order. StoreError: a file is gone or changed."""
         numbers = np.asarray(rows, np.int64)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.manifest.rows:
-            raise InvalidInput(
-                f"There is no row {numbers.max()}: the data set has {self.manifest.rows} rows."
-            )
+            raise InvalidInput(f"There is no row {numbers.max()}: the data set has {self.manifest.rows}.")
         groups = np.searchsorted(self._ends, numbers, "right")
         reader = self.reader
         columns = self.manifest.columns
@@ -105,14 +99,9 @@ class RowHandle:
     def save(self, url: str, **storage_options: Any) -> None:
         """Write the handle, without credentials, for programs that get no objects: `Rows.open(url)` reads it."""
         folder, name = posixpath.split(str(url).rstrip("/"))
-        document = {
-            "format": FORMAT,
-            "store": self.store.url,
-            "table": find_table(self.store.filesystem),
-            "source": self.source,
-            "has_no_nan": self.has_no_nan,
-            "manifest": self.manifest.to_json(),
-        }
+        place = {"store": self.store.url, "table": find_table(self.store.filesystem)}
+        about = {"source": self.source, "has_no_nan": self.has_no_nan, "manifest": self.manifest.to_json()}
+        document = {"format": FORMAT, **place, **about}
         Store.open(folder or ".", **storage_options).write_bytes(name, json.dumps(document).encode())
 
     # ---- what they are
@@ -170,9 +159,7 @@ class RowHandle:
             drawn = draw_uniform(np.arange(self.count), 1, _SPLIT_WORD, WHOLE("seed", seed))[:, 0]
             held_out, what = drawn < by, f"split by {by}, seed {seed}"
         else:
-            raise InvalidInput(
-                f"split takes a fraction between 0 and 1, or the name of a column; got {by!r}."
-            )
+            raise InvalidInput(f"split takes a fraction between 0 and 1 or the name of a column; got {by!r}.")
         if held_out.all() or not held_out.any():
             empty = "train on" if held_out.all() else "hold out"
             raise InvalidInput(

@@ -1,10 +1,9 @@
 """Where data and checkpoints are: whole objects by name under one root, over fsspec.
 
 A `Store` writes objects that appear whole or not at all, and turns the errors of all file systems into StoreError. It
-is picklable, so that workers get it; any thread may use it. `list_entries` and `remove_old_entries` know the folders
-that this package writes there: `data/FINGERPRINT`, `runs/RUN`, `probes/TOKEN`, `channels/JOB`. A run that has not ended
-can be resumed: neither it nor the rows that it reads are removed unasked (R19, resuming a run). `make_scratch_folder`
-makes a temporary folder of this machine.
+is picklable, so that workers get it; any thread may use it. This package writes `data/FINGERPRINT`, `runs/RUN`,
+`probes/TOKEN` and `channels/JOB`. A run that has not ended can be resumed: neither it nor the rows that it reads are
+removed unasked (R19, resuming a run).
 """
 
 from __future__ import annotations
@@ -120,25 +119,21 @@ def _is_unsupported(error: Exception) -> bool:
 
 
 def parse_document(text: str | bytes, name: str, read: Callable[[Any], T]) -> T:
-    """What `read` makes of JSON from a store. Whatever somebody has written there, and however much memory it would
-    take, the error is a sentence: StoreError if it is not what `read` takes."""
+    """What `read` makes of JSON from a store, or StoreError, whatever somebody has written there."""
     try:
         return read(json.loads(text))
     except ElasticError:
         raise
     except Exception as error:  # also of JSON that is nested too deeply
         why = f"{type(error).__name__}: {str(error)[:200]}"
-        raise StoreError(
-            f"{name} is damaged and cannot be read ({why}): write it again, or remove it."
-        ) from error
+        raise StoreError(f"{name} is damaged and cannot be read ({why}): rewrite or remove it.") from error
 
 
 class StoreFull(StoreError):
     """The store has no room for what was to be written."""
 
 
-# What file systems and servers without room answer.
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}  # what file systems and servers without room answer
 _NO_ROOM_WORDS = (
     *map(os.strerror, _NO_ROOM),
     "StorageFull",  # MinIO
@@ -152,8 +147,7 @@ def lacks_room(description: str) -> bool:
 
 
 MOST_RETRY_SECONDS = 240.0
-# That a listing may take, or the deletion of a tree: a store gives the names of a thousand objects at a time.
-LISTING_SECONDS = 600.0
+LISTING_SECONDS = 600.0  # of a listing, or the deletion of a tree: a store gives a thousand names at a time
 FILE_BUFFER = 1 << 20  # what `open_read` reads of an object store at least
 # What a driver and its executors need beside the client, by scheme; for errors.
 _NEEDS = {
@@ -180,15 +174,14 @@ def _open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """The file system of a url, and the path in it."""
     if _is_chained(url):
         return cast("tuple[Any, str]", url_to_fs(url, **options))
-    # fsspec would drop what follows "::" in any path: two stores would be one.
-    colons = uuid.uuid4().hex
+    colons = uuid.uuid4().hex  # fsspec would drop what follows "::" in any path: two stores would be one
     filesystem, root = url_to_fs(url.replace("::", colons), **options)
     return filesystem, root.replace(colons, "::")
 
 
 def _is_chained(url: str) -> bool:
-    """Whether a url names several file systems, one in the other, as `simplecache::s3://bucket/jobs` does. Raises
-    InvalidInput if it does, and what follows a further "::" is no url, which fsspec would drop."""
+    """Whether a url names several file systems, as `simplecache::s3://bucket/jobs` does. Raises InvalidInput if what
+    follows a further "::" is no url, which fsspec would drop."""
     head, *rest = url.split("::")
     scheme, _, path = head.partition("://")
     is_wrapper = scheme in fsspec.available_protocols() and (not path or scheme in _ARCHIVES)
@@ -196,9 +189,7 @@ def _is_chained(url: str) -> bool:
     if not rest or not is_wrapper or not are_urls[0]:
         return False
     if not all(are_urls):
-        raise InvalidInput(
-            f"The store's url {url} has '::' in a path behind {head}::, which drops it: rename it."
-        )
+        raise InvalidInput(f"The store's url {url} has '::' behind {head}::, which drops it: rename it.")
     return True
 
 
@@ -225,8 +216,7 @@ class ObjectInfo:
     name: str  # within the store
     bytes: int  # its size
     modified: float | None  # when it was last written, in seconds since 1970; None if the store does not say
-    # An object store's name for this content of the object; "": it has none.
-    tag: str = field(default="", repr=False)
+    tag: str = field(default="", repr=False)  # an object store's name for this content; "": it has none
 
     @property
     def state(self) -> str:
@@ -242,8 +232,7 @@ class Store:
     url: str  # as given, with a scheme where it was a local path; Spark and messages get it
     filesystem: Any = field(repr=False, compare=False)  # of fsspec, with the user's `storage_options`
     root: str = field(repr=False)  # the url's path as the file system takes it, without a slash at the end
-    # How long a call of an object store is tried again.
-    retry_seconds: float = field(default=RETRY_SECONDS, repr=False, compare=False)
+    retry_seconds: float = field(default=RETRY_SECONDS, repr=False, compare=False)  # of a remote call
 
     @classmethod
     def open(
@@ -255,14 +244,10 @@ class Store:
         **storage_options: Any,
     ) -> Store:
         """The store at an fsspec url or a local path; touches nothing yet. `storage_options` are fsspec's.
-
-        renewed_credentials: for reading an object store, beside the options.
-        """
+        renewed_credentials: for reading an object store, beside the options."""
         url = parse_store_url(url)
         if not url:
-            raise InvalidInput(
-                "The store's url is empty: give a path or an fsspec url such as s3://bucket/jobs."
-            )
+            raise InvalidInput("The store's url is empty: give a path or a url such as s3://bucket/jobs.")
         if not (_is_seconds(retry_seconds, MOST_RETRY_SECONDS) and retry_seconds):
             raise InvalidInput(
                 f"retry_seconds in storage_options is {retry_seconds!r}: give seconds, at most "
@@ -277,8 +262,7 @@ class Store:
             raise InvalidInput("The store's url has a password in it: give credentials as storage_options.")
         if scheme in ("file", "local") and rest.startswith("/") and not rest.startswith("//"):
             raise InvalidInput(
-                f"The store's url {url} has no absolute path, which every process needs: write three slashes, as in "
-                "file:///mnt/jobs."
+                f"The store's url {url} has no absolute path: write three slashes, as in file:///mnt/jobs."
             )
         given = {} if renewed_credentials is None else renewed_credentials.get().options
         try:
@@ -373,8 +357,7 @@ class Store:
                 self._replace_file(path, data, durable)
 
     def _replace_file(self, path: str, data: bytes | memoryview, durable: bool) -> None:
-        """Whole or not at all where the file system can rename. Only a local file is replaced at once: elsewhere a
-        process that is killed may leave neither the old nor the new."""
+        """Whole or not at all where the file system can rename. Only a local file is replaced at once."""
         folder, files = os.path.dirname(path), self.filesystem
         if self.is_local:
             make_folder(folder)
@@ -416,8 +399,7 @@ class Store:
             files.rm_file(temporary)
 
     def write_verified(self, name: str, data: bytes) -> None:
-        """Write an object and, unless the store is local, read it back: the driver learns only of objects that exist,
-        R18 (publication)."""
+        """Write an object and, unless the store is local, read it back: R18 (publication)."""
         self.write_bytes(name, data)
         if not self.is_local and self.read_bytes(name) != data:
             raise StoreError(f"The store {self.url} does not give back what was written to {name!r}.")
@@ -446,7 +428,6 @@ class Store:
                     if isinstance(error, FileExistsError) or type(error).__name__ == "ResourceExistsError":
                         return False
                     raise
-            self.filesystem.invalidate_cache()
             if self._call("exists", path):
                 return False
             self.write_bytes(name, data)
@@ -460,13 +441,11 @@ class Store:
                     os.stat(path)
                     return True
                 return False
-            self.filesystem.invalidate_cache()
             return bool(self._call("exists", path))
 
     def describe(self, name: str) -> ObjectInfo:
         """The state that an object is in now. StoreError if there is none."""
         with self._translate_errors("look at", name):
-            self.filesystem.invalidate_cache()
             return _to_object_info(name, self._call("info", self.path(name)))
 
     def find(self, name: str = "") -> Sequence[ObjectInfo]:
@@ -480,7 +459,6 @@ class Store:
     def find_written(self, name: str) -> Sequence[ObjectInfo]:
         """Both."""
         with self._translate_errors("list", name):
-            self.filesystem.invalidate_cache()
             folder = self.path(name)
             found = self._call("find", folder, longest=LISTING_SECONDS, detail=True)
             start = len(self.root) + 1
@@ -489,7 +467,6 @@ class Store:
     def list(self, name: str = "") -> list[str]:
         """The names directly under a folder, sorted; none if there is no folder."""
         with self._translate_errors("list", name):
-            self.filesystem.invalidate_cache()
             try:
                 found = self._call("ls", self.path(name), detail=False)
             except FileNotFoundError:
@@ -515,7 +492,6 @@ class Store:
                     self.filesystem.rm(path, recursive=True)
                     _sync_folder(os.path.dirname(path))
                 return
-            self.filesystem.invalidate_cache()
             # `rm` of fsspec takes a path for a pattern: that of "runs/a[12]" would delete "runs/a1".
             found = self._call("find", path, longest=LISTING_SECONDS, detail=True, withdirs=True)
             if not isinstance(found, dict):  # adlfs: the path is that of an object
@@ -548,7 +524,8 @@ class Store:
     def _call(
         self, method: str, *arguments: Any, size: int = 0, longest: float | None = None, **options: Any
     ) -> Any:
-        """A method of the file system. size, longest: see `RetryingClient.retry`."""
+        """A method of the file system, which remembers no listing. size, longest: see `RetryingClient.retry`."""
+        self.filesystem.invalidate_cache()
         if self.client is not None:
             return self.client.call(method, *arguments, size=size, longest=longest, **options)
         return getattr(self.filesystem, method)(*arguments, **options)
@@ -612,19 +589,15 @@ DEAD = "ZX"  # states of a process that has ended, though its parent has not ask
 
 @contextmanager
 def make_scratch_folder() -> Iterator[Path]:
-    """A temporary folder for as long as the block takes. Another process removes it if this one is killed.
-
-    Its name identifies the owner by boot, process id namespace, process id and start time, so that only folders of dead
-    processes are removed, even if several machines or containers share the parent folder.
-    """
+    """A temporary folder for as long as the block takes. Another process removes it if this one is killed: its name
+    identifies the owner by boot, process id namespace, process id and start time."""
     remove_stale_folders()
     me = os.getpid()
     try:
         made = tempfile.TemporaryDirectory(prefix=f"{_build_owner_prefix()}-{me}-{_process_start(me)}-")
     except OSError as error:
         raise InvalidInput(
-            f"A temporary folder cannot be made on this host ({error}): set TMPDIR to a folder that has room and can "
-            "be written."
+            f"A temporary folder cannot be made on this host ({error}): set TMPDIR to a folder with room."
         ) from error
     with made as folder:
         yield Path(folder)
@@ -662,8 +635,7 @@ def _process_start(pid: int) -> str:
     return "" if state in DEAD else fields[18]
 
 
-# Follows an attempt's number in the name of an object that says that its job has succeeded.
-ENDED = "-ended"
+ENDED = "-ended"  # follows an attempt's number in the name of an object that says that its job has succeeded
 _KINDS = {"data": "data", "runs": "run", "probes": "probe", "channels": "channel"}
 # Objects that only this package makes. Each data set has one of these, also while it is written, and each run.
 _OWN = re.compile(
@@ -684,10 +656,7 @@ class StoreEntry:
 
 
 def list_entries(store: Store) -> list[StoreEntry]:
-    """Everything that this package wrote to the store: partial files, then folders, by name.
-
-    A store may be a folder in which others keep `data` and `runs` of their own: those are left out.
-    """
+    """Everything that this package wrote to the store, and nothing of others: partial files, then folders, by name."""
     partial: list[StoreEntry] = []
     own: set[str] = set()  # entries with objects that only this package makes
     sizes: dict[str, int] = {}
@@ -727,8 +696,8 @@ def list_entries(store: Store) -> list[StoreEntry]:
 def remove_old_entries(
     store: Store, older_than: float, now: float, unfinished: bool = False
 ) -> list[StoreEntry]:
-    """Remove, and return, the entries that were last written more than `older_than` seconds before `now`; those without
-    a known time stay. unfinished: also runs that could be resumed, and their rows."""
+    """Remove, and return, the entries that were last written more than `older_than` seconds before `now`.
+    unfinished: also runs that could be resumed, and their rows."""
     if not _is_seconds(older_than):
         raise InvalidInput(f"older_than must be a number of seconds, 0 or more; got {older_than!r}.")
     removed = []
@@ -744,7 +713,7 @@ def _iter_data_sets(store: Store, run: str) -> Iterator[str]:
     """The data sets outside of its own folder that a run reads."""
 
     def read(record: Any) -> list[list[str]]:
-        return [file.split("/") for file in json.loads(record["manifest"])["files"]]
+        return [file.split("/") for file in json.loads(record["rows"]["manifest"])["files"]]
 
     text = store.read_bytes(f"{run}/run.json")
     for parts in parse_document(text, f"{run}/run.json in the store {store.url}", read):

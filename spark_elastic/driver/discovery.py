@@ -36,13 +36,9 @@ ALL_SLOTS = 1_000_000  # of a host that is listed without a number: as many as i
 
 
 def parse_hosts(text: str, default_slots: int | None = None) -> dict[str, int]:
-    """Hosts and their slots of "h1:2,h2:4", or one `host[:slots]` a line; # begins a comment.
-
-    "host slots=4", as in MPI's host files, is accepted, too. Hosts that differ in case alone are one host.
-
-    Raises:
-        InvalidInput: an entry is malformed, comes twice, or has no number of slots although there is no default.
-    """
+    """Hosts and their slots of "h1:2,h2:4", or one `host[:slots]` a line; # begins a comment. "host slots=4", as in
+    MPI's host files, is accepted, too. Hosts that differ in case alone are one host. Raises InvalidInput: an entry is
+    malformed, comes twice, or has no number of slots although there is no default."""
     found: dict[str, int] = {}
     named: set[str] = set()
     lines = [line.partition("#")[0] for line in text.splitlines()]
@@ -132,8 +128,7 @@ class JobHandle:
 
 
 class HandleDiscovery:
-    """`driver.ports.Discovery` that passes a handle's requests to one job. Those made after the last job's end wait for
-    a later job with this handle."""
+    """Passes a handle's requests to one job. Those made after the last job's end wait for the handle's next job."""
 
     def __init__(self, handle: JobHandle) -> None:
         self._handle = handle
@@ -152,24 +147,18 @@ class HandleDiscovery:
 
 
 class HostPoller:
-    """`driver.ports.Discovery` over `find() -> {host: slots}`.
-
-    on_answer: called with each answer before the driver gets it, in the polling thread. If it raises, the answer
-    counts as failed.
-    """
+    """Asks `find() -> {host: slots}` again and again. on_answer: called with each answer before the driver gets it, in
+    the polling thread; an answer for which it raises counts as failed."""
 
     def __init__(self, find: Find, clock: Clock, on_answer: OnAnswer = lambda hosts: None) -> None:
-        self._find = find
-        self._clock = clock
-        self._on_answer = on_answer
+        self._find, self._clock, self._on_answer = find, clock, on_answer
         self._closing = threading.Event()
         self._call: Future[Listed] | None = None  # the open question to the function
         self._last: Listed | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, post: Post) -> None:
-        """Ask once, then keep asking in a thread. Raises InvalidInput where the first answer failed or is missing, and
-        what `on_answer` raises for it."""
+        """Ask once, then keep asking in a thread. Raises InvalidInput: the first call failed or gave no answer."""
         try:
             listed = self._poll()
         except Exception as error:  # the user's function may raise anything
@@ -269,22 +258,6 @@ class ScriptFinder:
                 os.killpg(script.pid, signal.SIGKILL)
 
 
-class FixedHosts:
-    """A listing that never changes. on_answer: as of `HostPoller`."""
-
-    def __init__(
-        self, hosts: Mapping[str, int], clock: Clock, on_answer: OnAnswer = lambda hosts: None
-    ) -> None:
-        self._hosts, self._clock, self._on_answer = dict(hosts), clock, on_answer
-
-    def start(self, post: Post) -> None:
-        self._on_answer(self._hosts)
-        post(HostsDiscovered(self._clock.now(), tuple(self._hosts.items())))
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
 class CombinedDiscovery:
     """Combines several discoveries."""
 
@@ -301,7 +274,7 @@ class CombinedDiscovery:
                 closing.callback(discovery.close)
 
 
-def check_requests(hosts: str | Find | None, handle: object | None) -> None:
+def check_requests(hosts: str | Find | None, handle: object) -> None:
     """Raise InvalidInput where `hosts` is the path of no executable file, or `handle` is no JobHandle."""
     if isinstance(hosts, str) and shutil.which(hosts) is None:
         raise InvalidInput(
@@ -312,11 +285,8 @@ def check_requests(hosts: str | Find | None, handle: object | None) -> None:
         raise InvalidInput(f"handle must be a spark_elastic.JobHandle; got a {type(handle).__name__}.")
 
 
-def build_discovery(
-    own: Discovery, hosts: str | Find | None, handle: object | None, clock: Clock
-) -> Discovery:
-    """A cluster's own discovery, with the user's hosts and requests beside it. Raises InvalidInput as
-    `check_requests`."""
+def build_discovery(own: Discovery, hosts: str | Find | None, handle: object, clock: Clock) -> Discovery:
+    """A cluster's own discovery, with the user's hosts and requests beside it. Raises as `check_requests`."""
     check_requests(hosts, handle)
     parts = [own]
     if isinstance(hosts, str):

@@ -2,17 +2,13 @@
 
 One job gathers slots at a time. A job that cannot get enough gives back what it has while others exist, so that no
 two jobs wait for each other's slots. While one job trains, the time for which others lack slots does not count, since
-those slots are in use. Among jobs that have lost workers and have too few slots for their next worlds, the first one
-gets what the others cannot use.
-
-The threads that run jobs share one `JobQueue`; its lock guards everything in it.
-"""
+those slots are in use. Of jobs that have lost workers and have too few slots, the first gets what others cannot use.
+The threads that run jobs share one `JobQueue`; its lock guards everything in it."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from typing import NamedTuple
 
 from spark_elastic.clock import Clock
 from spark_elastic.driver.ports import Post
@@ -62,10 +58,8 @@ class QueueTimeout:
             return self._clock.now() >= self._until
         self._until = self._clock.now() + self._seconds
         if holder != self._logged_holder:
-            advice = "cancel its Spark jobs to end that"
-            log.warning(
-                "%s waits while job %s of the same application trains: %s", self._what, holder, advice
-            )
+            told = "%s waits while job %s of the same application trains: cancel its Spark jobs to end that"
+            log.warning(told, self._what, holder)
             self._logged_holder = holder
         return False
 
@@ -78,20 +72,9 @@ class QueueTimeout:
         return True
 
 
-class SlotClaim(NamedTuple):
-    """Another job's claim to the slots that this job lacks."""
-
-    holder: str  # the job that has the slots, or that comes first among those that need them
-    in_use: bool  # the holder trains on them, so the other job need not give back its own
-
-
 class GangScheduler:
     """One job's place in the queue. From `with scheduler.alive_lock, scheduler` to its first world, only this job
-    gathers slots. The driver uses it as a `driver.ports.Discovery`.
-
-    `alive_lock` is held as long as the job lasts. Ctrl-C may interrupt any Python code, `__exit__` included, but a
-    lock is released nevertheless.
-    """
+    gathers slots. `alive_lock` is held as long as the job lasts: Ctrl-C may interrupt `__exit__`, but frees a lock."""
 
     def __init__(self, queue: JobQueue, name: str, limits: Limits, clock: Clock) -> None:
         self._queue, self._name, self._limits, self._clock = queue, name, limits, clock
@@ -102,8 +85,7 @@ class GangScheduler:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> GangScheduler:
-        """Wait until this job may gather. Raises NotEnoughWorkers once another one has been gathering for
-        `start_timeout`, and none trained."""
+        """Wait until this job may gather. Raises NotEnoughWorkers: another gathers for `start_timeout`, none trains."""
         try:
             self._wait_for_turn()
         except BaseException:
@@ -146,8 +128,6 @@ class GangScheduler:
                 queue.gathering = None
                 queue.condition.notify_all()
 
-    # ---- the driver's side
-
     def start(self, post: Post) -> None:
         name = "spark-elastic-gathering"
         self._thread = threading.Thread(target=self._watch, args=(post,), name=name, daemon=True)
@@ -159,7 +139,7 @@ class GangScheduler:
             self._thread.join()
 
     def report_shortage(self, is_short: bool) -> None:
-        """As of `SlotScheduler`. Any thread."""
+        """The job begins to lack slots for its next world, or has enough again. Any thread."""
         self._short_since = self._clock.now() if is_short else None
 
     def _watch(self, post: Post) -> None:
@@ -169,28 +149,30 @@ class GangScheduler:
             claim = self.find_slot_claim()
             if claim is None:
                 continue
-            if claim.holder != logged:
-                logged = claim.holder
+            holder, in_use = claim
+            if holder != logged:
+                logged = holder
                 told = "job %s waits for slots that job %s of the same application has or needs"
                 log.warning(told, self._name, logged)
-            reason = f"its job has too few slots, and job {claim.holder} of this application may need them"
-            post(SlotsWanted(self._clock.now(), reason, claim.in_use))
+            reason = f"its job has too few slots, and job {holder} of this application may need them"
+            post(SlotsWanted(self._clock.now(), reason, in_use))
 
-    def find_slot_claim(self) -> SlotClaim | None:
-        """The other job that has the slots which this one lacks; None: it lacks none, or no job has any."""
+    def find_slot_claim(self) -> tuple[str, bool] | None:
+        """The other job that has the slots which this one lacks, or comes first among those that need them; True: it
+        trains on them, so this one need not give back its own. None: it lacks none, or no job has any."""
         with self._queue.condition:
             jobs = [job for job in self._queue.jobs if job is self or job.alive_lock.locked()]
         # Jobs that wait in the queue could not use the slots.
         others = [job for job in jobs if job is not self and job._trains]
         short = [job for job in jobs if job._is_short()]
         if not self._trains:
-            return SlotClaim(others[0]._name, in_use=False) if others else None
+            return (others[0]._name, False) if others else None
         if self not in short:
             return None
         if short[0] is not self:
-            return SlotClaim(short[0]._name, in_use=False)
+            return short[0]._name, False
         holder = next((job for job in others if job not in short), None)
-        return None if holder is None else SlotClaim(holder._name, in_use=True)
+        return None if holder is None else (holder._name, True)
 
     @property
     def _grace(self) -> float:

@@ -13,31 +13,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from spark_elastic import errors
 from spark_elastic.clock import RunningClock, SystemClock
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import build_discovery, check_requests
+from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.job_monitor import JobMonitor, StallDetector
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, EventQueue, execute
-from spark_elastic.driver.ports import Discovery, Launcher, SlotScheduler
+from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.driver.run_board import REPORT, STATUS, RunBoard
-from spark_elastic.errors import (
-    FailureBudgetExceeded,
-    JobCancelled,
-    JobFailed,
-    NotEnoughWorkers,
-    OutOfMemory,
-    StoreError,
-    TimeLimitReached,
-    WorkerFailed,
-)
+from spark_elastic.errors import JobCancelled, JobFailed, StoreError
 from spark_elastic.monitoring.job_history import build_status, build_status_pages
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.monitoring.logs import StoreLog, isolate_log_handlers, save_status
+from spark_elastic.monitoring.logs import StoreLog, isolate_log_handlers
 from spark_elastic.monitoring.report import JobReport, WorldChange, save_page
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, JobOutcome
-from spark_elastic.protocol.events import CancelRequested
 from spark_elastic.protocol.types import Limits, SlotSpec, heartbeat_interval
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.http_server import Bind, reserve_files
@@ -51,12 +43,12 @@ log = logging.getLogger("spark_elastic")
 STOP_WITHIN = 5.0  # seconds in which a job is gone once it ends, however it ends
 FIRST_ATTEMPT = 1  # of a job without a run
 ERRORS = {
-    JobOutcome.USER_ERROR: WorkerFailed,
-    JobOutcome.NOT_ENOUGH_WORKERS: NotEnoughWorkers,
-    JobOutcome.OUT_OF_MEMORY: OutOfMemory,
-    JobOutcome.FAILURE_BUDGET: FailureBudgetExceeded,
-    JobOutcome.RESET_LIMIT: FailureBudgetExceeded,
-    JobOutcome.TIME_LIMIT: TimeLimitReached,
+    JobOutcome.USER_ERROR: errors.WorkerFailed,
+    JobOutcome.NOT_ENOUGH_WORKERS: errors.NotEnoughWorkers,
+    JobOutcome.OUT_OF_MEMORY: errors.OutOfMemory,
+    JobOutcome.FAILURE_BUDGET: errors.FailureBudgetExceeded,
+    JobOutcome.RESET_LIMIT: errors.FailureBudgetExceeded,
+    JobOutcome.TIME_LIMIT: errors.TimeLimitReached,
     JobOutcome.CANCELLED: JobCancelled,
 }
 
@@ -81,13 +73,11 @@ class DriverOptions:
     bind: str = "127.0.0.1"  # the address at which the server listens
     advertise: str | None = None  # the name under which workers dial it; None: `bind`
     encrypted: bool = False  # the server speaks TLS, unless the configuration says otherwise
-    # Given a host's facts, why it cannot take part, or None.
-    check_host: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)
+    check_host: Callable[[dict[str, Any]], str | None] = field(default=lambda facts: None)  # why it is unfit
     # The run to which the job's checkpoints belong and which it continues; None: no checkpoints.
     run: OwnedRun | None = None
-    # The job's key, if others know it already; None: a new one.
-    key: bytes | None = field(default=None, repr=False)
-    scheduler: SlotScheduler | None = None  # None: no other job competes for slots
+    key: bytes | None = field(default=None, repr=False)  # the job's, if others know it; None: a new one
+    scheduler: GangScheduler | None = None  # None: no other job competes for slots
 
 
 def check_driver_settings(config: ElasticConfig, encrypted: bool) -> None:
@@ -113,17 +103,16 @@ def supervise(
         JobFailed: with its subclasses.
         JobCancelled: the user or Spark ended the job.
     """
-    # Its own pauses count for no deadline: R12 (driver silence).
-    clock, run = RunningClock(SystemClock()), options.run
+    clock, run = RunningClock(SystemClock()), options.run  # R12 (driver silence): own pauses do not count
     discovery = build_discovery(discovery, config.host_discovery, config.handle, clock)
     events: EventQueue = EventQueue()
 
     # What people see of the job.
-    compute_interval = partial(heartbeat_interval, limits.lease)
+    interval = partial(heartbeat_interval, limits.lease)
     store_log = None
     if run is not None and config.log_bytes:
         store_log = StoreLog(run.store, run.run_id, run.attempt, config.log_bytes, clock)
-    stalls = StallDetector(events.put, config.stall_after, compute_interval)
+    stalls = StallDetector(events.put, config.stall_after, interval)
     observers = [stalls, store_log] if store_log is not None else [stalls]
     monitor = JobMonitor(listener or JobListener(), clock, observers, options.scheduler)
     journal = Journal(config.journal, monitor.on_transition)
@@ -134,19 +123,17 @@ def supervise(
     certificate = auth.select_certificate(config, options.encrypted)
     bind = Bind(options.bind, config.driver_port, options.advertise, certificate)
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    callbacks = ServerCallbacks(
-        events.put, monitor.on_lines, options.check_host, monitor.on_report, compute_interval
-    )
+    callbacks = ServerCallbacks(events.put, monitor.on_logs, options.check_host, monitor.on_report, interval)
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
-    publish = run.publish if run is not None else lambda kept: None
-    state = driver_machine.initial(limits, attempt, checkpoints)
-    loop = DriverLoop(state, events, partial(execute, server, launcher, publish), clock, journal)
 
     def describe() -> dict[str, object]:
         built = monitor.history.build_report()
         return {STATUS: build_status(monitor.history, name), REPORT: built.to_json()}
 
     board = None if run is None else RunBoard(run, describe, events.put, clock)
+    publish = board.publish if board is not None else lambda kept: None
+    state = driver_machine.initial(limits, attempt, checkpoints)
+    loop = DriverLoop(state, events, partial(execute, server, launcher, publish), clock, journal)
 
     # Closed in reverse order; an interrupt while one closes does not keep the others from closing.
     with ExitStack() as closing:
@@ -155,14 +142,12 @@ def supervise(
         # After the notifier: what the user's functions ask of a `JobHandle` until then is asked of this job.
         closing.callback(discovery.close)
         closing.enter_context(monitor.notifier)
-        if run is not None:
-            closing.callback(run.close)
-            run.start(lambda reason: events.put(CancelRequested(clock.now(), reason)))
         if board is not None:
             closing.enter_context(board)
         if store_log is not None:
             closing.callback(store_log.close)
             store_log.start()
+        closing.enter_context(monitor.output)
         closing.callback(server.close)
         server.start()
         if status is not None:
@@ -188,9 +173,7 @@ def supervise(
         end = _await_end(loop)
     report = monitor.history.build_report()
     if board is not None:
-        board.show(end)
-    if run is not None and status is not None:
-        save_status(run.store, run.run_id, run.attempt, save_page(build_status(monitor.history, name)))
+        board.show(end, None if status is None else save_page(build_status(monitor.history, name)))
     try:
         if end.outcome not in (JobOutcome.SUCCESS, JobOutcome.CANCELLED) and run is not None:
             with suppress(StoreError):

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from spark_elastic.clock import Clock
-from spark_elastic.driver.ports import Post, SlotScheduler
+from spark_elastic.driver.gang_scheduler import GangScheduler
+from spark_elastic.driver.ports import Post
 from spark_elastic.monitoring.job_history import JobHistory
-from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
+from spark_elastic.monitoring.listener import AsyncNotifier, Commands, JobListener
 from spark_elastic.monitoring.logs import ANNOUNCED
-from spark_elastic.protocol.commands import AbortWorld, DriverCommand, NotifyUser, PublishWorld
+from spark_elastic.protocol.commands import AbortWorld, NotifyUser, PublishWorld
 from spark_elastic.protocol.driver.state import DriverState, JobStage
 from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled
 from spark_elastic.protocol.messages import Heartbeat
@@ -20,6 +21,8 @@ from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
 
 log = logging.getLogger("spark_elastic")
 
+MAX_OUTPUT = 16 << 20  # characters of output that wait
+OVERFLOW = "%d messages with workers' output were dropped: they came faster than they were read"
 STALL_CHECK_INTERVAL = 0.2  # seconds
 MAX_OTHER_HEARTBEATS = 100  # heartbeats that are kept of slots outside of the current world
 MAX_MISSED_HEARTBEATS = 2.5  # of a slot that is not silent
@@ -34,23 +37,16 @@ ENDED = ("", "X", "Z")  # states of a process that is no more
 
 
 class StallDetector(JobListener):
-    """Names members that keep the others waiting, once per world: in the log, and to the driver machine. Runs on the
-    driver's thread.
-
-    stall_after: seconds for which others have to wait for a member before it is named. heartbeat_interval: seconds
-    between two heartbeats of a slot, for a number of slots.
-    """
+    """Names members that keep the others waiting for `stall_after` seconds, once per world: in the log, and to the
+    driver machine. Driver's thread. heartbeat_interval: seconds between a slot's heartbeats, for a number of slots."""
 
     def __init__(self, post: Post, stall_after: float, heartbeat_interval: Callable[[int], float]) -> None:
         self._post, self._stall_after, self._heartbeat_interval = post, stall_after, heartbeat_interval
-        # The newest of each slot, and when the driver received it.
-        self._heartbeats: dict[SlotId, tuple[float, Heartbeat]] = {}
+        self._heartbeats: dict[SlotId, tuple[float, Heartbeat]] = {}  # the newest, and when each came
         self._named: set[tuple[Fence, WorkerId]] = set()
         self._next_check = 0.0
 
-    def on_transition(
-        self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
-    ) -> None:
+    def on_transition(self, event: DriverEvent, commands: Commands, state: DriverState | None) -> None:
         if not isinstance(event, Received) or not isinstance(event.message, Heartbeat):
             return
         self._heartbeats[event.message.slot] = event.now, event.message
@@ -88,12 +84,9 @@ def find_stalls(
     """The members that have kept another waiting for `after` seconds or more. Pure.
 
     A member waits when its main thread is in a collective or asks for its next world. If a member has waited for long,
-    another one has not come: it works on, is stopped, or its slot is silent.
-
-    heartbeats: the newest of each slot, with the time at which it came. since: when the world began. ended_at: when it
-    ended, None if it has not; members that run on in it keep the next world waiting, even if no other is left whose
-    heartbeats could say that it waits.
-    """
+    another one has not come: it works on, is stopped, or its slot is silent. heartbeats: the newest of each slot, and
+    when it came. since: when the world began. ended_at: when it ended; members that run on in it keep the next world
+    waiting, even if no other is left whose heartbeats could say that it waits."""
     silent = MAX_MISSED_HEARTBEATS * max(1.0, interval)
     fresh = {slot: heartbeat for slot, (came, heartbeat) in heartbeats.items() if now - came <= silent}
     waits = (_get_wait_seconds(member, fresh.get(member.slot)) for member in world.members)
@@ -134,35 +127,27 @@ def _get_wait_seconds(member: Member, heartbeat: Heartbeat | None) -> float:
 class JobMonitor:
     """Hands what happens in a job to its observers and to the user's listener. None of them can harm the job.
 
-    Observers are our own: they are called directly and must not block. The user's listener may block: `notifier` calls
-    it, except for output, which the server delivers on a separate thread. Of an observer, only the first failure is
-    logged. A scheduler that fails is logged and called again.
-
-    observers: in addition to the job's history. scheduler: told of each world and of lacking slots, on the driver's
-    thread.
-    """
+    Observers are our own, beside the history: they are called directly and must not block. The user's listener may
+    block: `notifier` calls it, and `output` for what workers print. scheduler: told of
+    each world and of lacking slots, on the driver's thread. Of failures in a row the first is logged."""
 
     def __init__(
         self,
         listener: JobListener,
         clock: Clock,
         observers: Sequence[JobListener] = (),
-        scheduler: SlotScheduler | None = None,
+        scheduler: GangScheduler | None = None,
     ) -> None:
         self._listener, self._scheduler = listener, scheduler
         self._lacks_slots = False  # what the scheduler was told last
         self._ranks: dict[str, int] = {}  # of the current world, by worker
-        self._output_failed = False  # the listener has failed at the last line of output
-        self.notifier = AsyncNotifier()
-        self.history = JobHistory(
-            clock, lambda change: self.notifier.submit(lambda: listener.on_message(str(change)))
-        )
+        self.notifier, self.output = AsyncNotifier(), AsyncNotifier(MAX_OUTPUT, OVERFLOW)
+        tell = self.notifier.submit
+        self.history = JobHistory(clock, lambda change: tell(lambda: listener.on_message(str(change))))
         self._observers = (self.history, *observers)
-        self._failed: set[JobListener] = set()  # observers that have failed
+        self._failed: set[JobListener] = set()  # which have failed when they were called last
 
-    def on_transition(
-        self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
-    ) -> None:
+    def on_transition(self, event: DriverEvent, commands: Commands, state: DriverState | None) -> None:
         """Called on the driver's thread, before the commands are executed."""
         if state is not None and state.lacks_slots != self._lacks_slots:
             self._lacks_slots = state.lacks_slots
@@ -184,8 +169,11 @@ class JobMonitor:
         """Pass a sentence to the log and to the listener."""
         self._announce(text, self._listener.on_message)
 
+    def on_logs(self, message: LogLines) -> None:
+        """What a worker printed. Called on the server's thread, which a blocked terminal must not delay."""
+        self.output.submit(partial(self.on_lines, message), sum(map(len, message.lines)))
+
     def on_lines(self, message: LogLines) -> None:
-        """What a worker printed. Called on a thread that may block."""
         worker = message.worker or ""
         rank = self._ranks.get(worker)
         for line in message.lines:
@@ -193,7 +181,7 @@ class JobMonitor:
             if line.startswith(SLOT_LINE_PREFIX):  # the slot's own line, which the user must see
                 log.warning("%s (slot %s)", line.removeprefix(SLOT_LINE_PREFIX), message.slot)
             else:
-                self._show_output(worker, rank, line)
+                self._call(self._listener, lambda shown, line=line: shown.on_output(worker, rank, line))  # type: ignore[misc]
 
     def on_report(self, report: Report) -> None:
         """What a worker reported. Called on the server's thread."""
@@ -205,7 +193,7 @@ class JobMonitor:
         log.info("%s", text, extra=ANNOUNCED)
         self.notifier.submit(partial(hook, text))
 
-    def _tell_scheduler(self, call: Callable[[SlotScheduler], None]) -> None:
+    def _tell_scheduler(self, call: Callable[[GangScheduler], None]) -> None:
         try:
             if self._scheduler is not None:
                 call(self._scheduler)
@@ -215,18 +203,14 @@ class JobMonitor:
 
     def _observe(self, call: Callable[[JobListener], None]) -> None:
         for observer in self._observers:
-            try:
-                call(observer)
-            except Exception:
-                if observer not in self._failed:
-                    log.exception("%s failed", type(observer).__name__)
-                self._failed.add(observer)
+            self._call(observer, call)
 
-    def _show_output(self, worker: str, rank: int | None, line: str) -> None:
+    def _call(self, listener: JobListener, call: Callable[[JobListener], None]) -> None:
+        """Log the first of a row of failures: with a full disk each line fails."""
         try:
-            self._listener.on_output(worker, rank, line)
-            self._output_failed = False
+            call(listener)
+            self._failed.discard(listener)
         except Exception:
-            if not self._output_failed:  # a full disk fails at each line: log one traceback only
-                log.exception("the job listener failed")
-            self._output_failed = True
+            if listener not in self._failed:
+                log.exception("%s failed", type(listener).__name__)
+            self._failed.add(listener)

@@ -102,9 +102,6 @@ def _open(path: str) -> FileIO:
         ) from error
 
 
-# ---- values to JSON and back, derived from the type hints of events and commands
-
-
 def encode_event(event: DriverEvent) -> dict[str, Any]:
     """A received message is encoded as if its fields were those of the event."""
     if isinstance(event, Received):
@@ -141,9 +138,8 @@ def encode_initial(state: DriverState) -> dict[str, Any]:
 def decode_initial(values: dict[str, Any]) -> dict[str, Any]:
     """Those arguments again. Raises codec.MalformedMessage."""
     if set(values) != set(INITIAL):
-        raise codec.MalformedMessage(
-            f"the machine begins from {sorted(INITIAL)}, and the journal has {sorted(values)}"
-        )
+        difference = f"the machine begins from {sorted(INITIAL)}, and the journal has {sorted(values)}"
+        raise codec.MalformedMessage(difference)
     return {name: codec.read_as(hint, values[name], name) for name, hint in INITIAL.items()}
 
 

@@ -33,10 +33,8 @@ PAUSE = 0.003  # seconds
 class EventQueue:
     """Events in the order in which they came; None ends the loop. Any thread puts, only the driver loop takes.
 
-    Most events are heartbeats, which do not wake the loop: they wait for the next other event or tick. Waking the
-    loop's thread would take the interpreter lock from the server's thread, which costs more than the heartbeat itself.
-    For the same reason the loop pauses after many events without a wait: thousands of workers answer at once.
-    """
+    Most events are heartbeats, which do not wake the loop: taking the interpreter lock from the server's thread costs
+    more than they do. For that reason the loop also pauses after many events: thousands of workers answer at once."""
 
     def __init__(self) -> None:
         self._events: deque[DriverEvent | None] = deque()
@@ -156,8 +154,7 @@ def execute(
     publish: Callable[[tuple[Checkpoint, ...]], None],
     command: DriverCommand,
 ) -> None:
-    """Execute one of the machine's commands without blocking, in the driver's thread. publish: publishes checkpoints,
-    newest first, and deletes others."""
+    """Execute one of the machine's commands without blocking. publish: publishes checkpoints, newest first."""
     match command:
         case do.LaunchSlot(_, launch):
             launcher.launch(launch)
@@ -175,5 +172,3 @@ def execute(
             publish(checkpoints)
         case do.End(reason):
             server.end(reason)
-        case do.NotifyUser():
-            pass  # for the journal's listener

@@ -33,18 +33,6 @@ class Launcher(Protocol):
         ...
 
 
-class SlotScheduler(Protocol):
-    """Schedules the slots of the jobs of one application; the driver's thread reports this job's needs to it."""
-
-    def finish_gathering(self) -> None:
-        """The job has a world. Called for each world."""
-        ...
-
-    def report_shortage(self, is_short: bool) -> None:
-        """Called when the job begins to lack slots for its next world, or has enough again."""
-        ...
-
-
 class Discovery(Protocol):
     """Watches the cluster's hosts, and posts `HostAppeared`, `HostLost` and `DrainRequested`."""
 
@@ -61,16 +49,14 @@ class SlotOutcome(NamedTuple):
 
     reason: str  # in words, for people
     cancelled: bool = False  # by the user or by Spark: the driver does not launch the slot again
-    # The slot did not end by itself: the cluster reports that the executor is lost.
-    executor_lost: bool = False
+    executor_lost: bool = False  # it did not end by itself: the cluster reports that the executor is lost
 
 
 class ThreadPerSlotLauncher(ABC):
     """Subclasses say how a slot runs and how all slots are cancelled."""
 
     thread_class: ClassVar[type[threading.Thread]] = threading.Thread  # the class of the slots' threads
-    # The part of the time of `close` in which slots may end by themselves before they are cancelled.
-    grace: ClassVar[float] = 1 / 3
+    grace: ClassVar[float] = 1 / 3  # part of the time of `close` before slots are cancelled
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,19 +1,22 @@
 """What the store shows of a run's job, for `attach` in other processes, and what they ask of it.
 
     runs/RUN/status/ATTEMPT.json         how the job stands, a few seconds ago, or how it has ended
+    runs/RUN/status/ATTEMPT.html         the last status page
     runs/RUN/requests/ATTEMPT-NAME       a request to drain or to cancel, deleted once the driver has read it
 
-A thread of the driver's writes and reads them, from `with` to its end, and looks whether another driver holds the run.
+A thread of the driver's writes and reads them, from `with` to its end. It publishes checkpoints, too, and looks whether
+another driver holds the run.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store, parse_document
@@ -23,13 +26,14 @@ from spark_elastic.monitoring.report import JobReport, encode_json
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent
 from spark_elastic.rendezvous import codec
-from spark_elastic.runs.owned_run import OwnedRun, find_highest_attempt
+from spark_elastic.runs.owned_run import CheckpointList, OwnedRun, find_highest_attempt
 
 log = logging.getLogger("spark_elastic")
 
 EVERY = 5.0  # seconds between two looks at the store
 END_WAIT = 30.0  # seconds that the job's end waits for the store
 REQUESTS = {"CancelRequested": CancelRequested, "DrainRequested": DrainRequested}
+Shown: TypeAlias = dict[str, Any]  # by the keys below
 STATUS, REPORT, END, BEAT = "status", "report", "end", "beat"  # keys of what is shown
 
 
@@ -37,48 +41,64 @@ class RunBoard:
     """The driver's side. describe: returns the job's status and report, as JSON takes them; called in the thread. post:
     takes what others ask for, and the end of a job whose run another driver holds."""
 
-    def __init__(
-        self, run: OwnedRun, describe: Callable[[], dict[str, Any]], post: Post, clock: Clock
-    ) -> None:
+    def __init__(self, run: OwnedRun, describe: Callable[[], Shown], post: Post, clock: Clock) -> None:
         self._run, self._describe, self._post, self._clock = run, describe, post, clock
         self._beat = 0
         self._failed = False
-        self._closing = threading.Event()
+        self._lists: queue.SimpleQueue[CheckpointList | None] = queue.SimpleQueue()  # None: the end
         self._thread = threading.Thread(target=self._watch, name="spark-elastic-board", daemon=True)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> RunBoard:
         self._thread.start()
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._closing.set()
+        self._lists.put(None)
         self._thread.join(END_WAIT)
         if kind is not None:
             self.show(End("the caller was interrupted", JobOutcome.CANCELLED))
 
-    def show(self, end: End | None = None) -> None:
-        """Show how the job stands. end: it has ended so. A store that fails costs this, and one warning."""
+    def show(self, end: End | None = None, page: str | None = None) -> None:
+        """Show how the job stands. end: it has ended so. page: the last one of its status, which the run keeps. A store
+        that fails costs this, and one warning."""
         self._beat += 1
         shown = {**self._describe(), BEAT: self._beat, END: None if end is None else codec.to_plain(end)}
+        name = status_name(self._run.run_id, self._run.attempt)
         try:
-            self._run.store.write_bytes(status_name(self._run.run_id, self._run.attempt), encode_json(shown))
+            self._run.store.write_bytes(name, encode_json(shown))
+            if page is not None:
+                self._run.store.write_bytes(f"{name.removesuffix('json')}html", page.encode())
         except StoreError as error:
             level = logging.DEBUG if self._failed else logging.WARNING
             log.log(level, "attach() shows nothing new: %s", error)
             self._failed = True
 
+    def publish(self, checkpoints: CheckpointList) -> None:
+        """Have the thread publish these checkpoints, newest first, in place of the former list. Returns at once."""
+        self._lists.put(checkpoints)
+
     def _watch(self) -> None:
-        while True:
+        checkpoints: CheckpointList | None = ()
+        while checkpoints is not None:
             try:
-                self._run.check()
-                self._read_requests()
-                self.show()
+                if checkpoints:
+                    self._run.publish_now(checkpoints)
+                else:
+                    self._run.check()
+                    self._read_requests()
+                    self.show()
             except JobCancelled as error:  # this process may have been stopped, or its host cut off
                 self._post(CancelRequested(self._clock.now(), str(error)))
                 return
-            except Exception as error:  # of any file system; the next look may succeed
-                log.debug("the store was not read: %s", error)
-            if self._closing.wait(EVERY):
-                return
+            except Exception as error:  # of any file system; the next look, or list, may succeed
+                level, what = logging.DEBUG, "the store was not read"
+                if checkpoints:
+                    level, what = logging.WARNING, "a checkpoint could not be published"
+                log.log(level, "%s: %s", what, error)
+            try:
+                checkpoints = self._lists.get(timeout=0 if checkpoints else EVERY)
+            except queue.Empty:
+                checkpoints = ()
 
     def _read_requests(self) -> None:
         store, attempt = self._run.store, f"{self._run.attempt:06d}-"
@@ -111,7 +131,7 @@ def encode_request(event: DriverEvent) -> bytes:
     return json.dumps([type(event).__name__, codec.to_plain(event)]).encode()
 
 
-def read_board(store: Store, run_id: str) -> tuple[int, dict[str, Any]]:
+def read_board(store: Store, run_id: str) -> tuple[int, Shown]:
     """The newest attempt of a run, 0: there is none, and what its driver shows; {}: nothing yet. Raises StoreError."""
     attempt = find_highest_attempt(store, run_id)
     name = status_name(run_id, attempt)
@@ -123,7 +143,7 @@ def read_board(store: Store, run_id: str) -> tuple[int, dict[str, Any]]:
     return attempt, parse_document(text, f"{name} in the store {store.url}", _read_shown)
 
 
-def _read_shown(shown: Any) -> dict[str, Any]:
+def _read_shown(shown: Any) -> Shown:
     end = None if shown.get(END) is None else codec.read(End, shown[END])
     if end is not None and end.outcome is JobOutcome.SUCCESS and not end.results:
         raise ValueError("a success without results")

@@ -1,21 +1,22 @@
 """The rows of `fit(df)`: written to the store, or left in the files that the DataFrame scans.
 
-Decides between the two (`materialize`) and says why in the log; a run that is resumed keeps to what it began with. Rows
-that are left where they are have the order of the files. So `materialize="auto"` leaves them only where the table's
-order was asked for: otherwise the same rows would train in another order once they are cached or filtered. Runs in the
-caller's thread.
+A run that is resumed keeps to what it began with. Rows that are left where they are have the order of the files. So
+`materialize="auto"` leaves them only where the table's order was asked for: otherwise the same rows would train in
+another order once they are cached or filtered. Runs in the caller's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
+from pyspark.sql import DataFrame, SparkSession
 
 from spark_elastic.checks import make_choice
 from spark_elastic.data.manifest import Column
@@ -40,13 +41,15 @@ from spark_elastic.estimators.dataframes.schema import (
 )
 from spark_elastic.estimators.fit_rows import (
     FoundRows,
+    Options,
     Request,
     RowSource,
     RunRecord,
     choose_group_bytes,
     find_conversion,
-    find_fit_conversion,
+    find_conversion_of_rows,
     list_names,
+    refuse_run,
 )
 from spark_elastic.estimators.validation import MATERIALIZE
 from spark_elastic.runs.owned_run import OwnedRun
@@ -54,9 +57,6 @@ from spark_elastic.tables.existing_parquet import PIECE_BYTES, describe_files, f
 from spark_elastic.tables.footers import CollectFooters, DataFile, FileFacts
 from spark_elastic.tables.lake_tables import read_snapshot
 from spark_elastic.tables.predicate import Predicate
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 log = logging.getLogger("spark_elastic")
 
@@ -66,8 +66,7 @@ class DataFrameRows(RowSource):
 
     def __init__(self, df: DataFrame) -> None:
         self._df = df
-        # The manifest (JSON) that is known to have this DataFrame's rows.
-        self._verified_manifest: str | None = None
+        self._verified_manifest: str | None = None  # as JSON: known to have this DataFrame's rows
 
     @property
     def session(self) -> SparkSession:  # type: ignore[override] # of what may be no DataFrame
@@ -76,28 +75,10 @@ class DataFrameRows(RowSource):
     def check(self, request: Request) -> None:
         """Also reads the footers of the files that are trained on where they are."""
         self._check_columns(request)
-        self.found = None
-        if request.materialize == "always":
-            return
-        try:
-            refuse_conversions(request)
-            names = list(dict.fromkeys(request.config.data.used_cols))
-            transformed = request.objects.transformation is not None
-            size, options = choose_group_bytes(request), request.storage_options
-            self.found = find_scanned_rows(self._df, names, transformed, size, options)
-        except NoFileScan as reason:
-            if request.materialize == "never":
-                raise InvalidInput(
-                    "materialize='never' trains on files that exist, with columns selected and renamed at most, and "
-                    f"here {reason}: use materialize='auto', or save that as a table and fit on it."
-                ) from reason
-            log.info("the rows are written to the store, because %s", reason)
-        except (InvalidInput, StoreError) as reason:
-            if request.materialize == "never":
-                raise
-            log.info("the rows are written to the store, because their files are no data set: %s", reason)
-        else:
-            log.info("the rows are read where they are: %s", self.found.source)
+        names = list(dict.fromkeys(request.config.data.used_cols))
+        transformed, size = request.objects.transformation is not None, choose_group_bytes(request)
+        find = partial(find_scanned_rows, self._df, names, transformed, size, request.storage_options)
+        self.found = _find_unless_written(request.materialize, find_obstacle(request), find)
 
     def _check_columns(self, request: Request) -> None:
         check_is_dataframe(self._df, "fit")
@@ -107,7 +88,7 @@ class DataFrameRows(RowSource):
             )
         data, schema = request.config.data, self._df.schema
         transformed = request.objects.transformation is not None
-        check_columns(schema, data.feature_cols, data.label_cols, data.sample_weight_col, transformed)
+        check_columns(schema, data, transformed)
         used = data.used_cols
         if isinstance(data.validation, str):
             check_validation_column(schema, data.validation)
@@ -122,39 +103,31 @@ class DataFrameRows(RowSource):
             super().check_same_rows(request, record, run_id)
             return
         if record.is_on_files:
-            raise InvalidInput(
-                f"run_id {run_id!r} began on the files in {record.data}: continue with those files, or use "
-                "another run_id."
-            )
-        if record.manifest == self._verified_manifest:
+            raise refuse_run(run_id, f"on the files in {record.data}")
+        if record.rows.manifest == self._verified_manifest:
             return
         validation = record.load_validation()
         written = [record.load_manifest(), *([] if validation is None else [validation[0]])]
-        found = find_difference(self._df, request.config.data.used_cols, *_write_options(request), written)
+        found = find_difference(self._df, request.config.data.used_cols, _write_options(request), written)
         if found is not None:
-            raise InvalidInput(
-                f"run_id {run_id!r} began with another table ({found}): continue with the same, or use another run_id."
-            )
-        self._verified_manifest = record.manifest
+            raise refuse_run(run_id, f"with another table ({found})")
+        self._verified_manifest = record.rows.manifest
 
     def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
-        """Write the rows, then the record, which binds the run to them.
-
-        With `keep_data` they are written for later fits, too; else to a folder of the run, until it has succeeded.
-        """
+        """Write the rows, to a folder of the run unless `keep_data`, then the record, which binds the run to them."""
         if self.found is not None:
             return super().begin_run(request, store, run)
         folder = "" if request.keep_data else f"runs/{run.run_id}/rows"
-        place, (options, split) = _open_folder(store, folder), _write_options(request)
+        place, columns = _open_folder(store, folder), request.config.data.used_cols
         try:
-            rows, validation = write_dataframe(self._df, request.config.data.used_cols, place, options, split)
+            rows, validation = write_dataframe(self._df, columns, place, _write_options(request))
             record = RunRecord.create(request, folder, rows, validation)
             run.check()
             record.save(store, run.run_id)
         except BaseException:
             run.delete_run(folder)
             raise
-        self._verified_manifest = record.manifest
+        self._verified_manifest = record.rows.manifest
         return record
 
     def open_data(self, store: Store, record: RunRecord) -> Store:
@@ -171,15 +144,15 @@ def _open_folder(store: Store, folder: str) -> Store:
     return replace(store, url=store.join(folder), root=store.path(folder)) if folder else store
 
 
-def _write_options(request: Request) -> tuple[WriteOptions, ValidationSplit | None]:
+def _write_options(request: Request) -> WriteOptions:
     data = request.config.data
-    options = WriteOptions(
+    return WriteOptions(
         transformed=request.objects.transformation is not None,
         missing=request.missing,
         row_order=data.row_order or ("hash" if data.shuffle else "table"),
         row_group_bytes=choose_group_bytes(request),
+        split=None if data.validation is None else ValidationSplit(data.validation, data.seed),
     )
-    return options, None if data.validation is None else ValidationSplit(data.validation, data.seed)
 
 
 def find_or_write_rows(
@@ -189,7 +162,7 @@ def find_or_write_rows(
     row_order: str | None,
     missing: Any,
     materialize: str,
-    storage_options: Mapping[str, Any],
+    storage_options: Options,
 ) -> tuple[Any, ...]:
     """The fields of `Rows.from_dataframe`."""
     check_is_dataframe(df, "Rows.from_dataframe")
@@ -199,20 +172,14 @@ def find_or_write_rows(
     types = {name: find_column_type(df.schema, name, transformed=True) for name in names}
     check_distinct_names(df, names)
     where = make_choice(*MATERIALIZE)("materialize", materialize)
-    if where != "always":
-        try:
-            written = "hash" if order is None and where == "auto" else order
-            has_floats = any(np.dtype(each.dtype).kind == "f" for each in types.values())
-            avoids = "missing={'nans': 'keep'}" if has_floats else ""
-            conversion = find_conversion(treatment, written, avoids_nan_check=avoids)
-            if conversion is not None:
-                raise NoFileScan(conversion[0])
-            found = find_scanned_rows(df, names, True, PIECE_BYTES, storage_options)
-            return found.store, found.rows, found.source
-        except NoFileScan as reason:
-            if where == "never":
-                raise InvalidInput(f"the rows cannot be read where they are, because {reason}.") from reason
-            log.info("the rows are written to the store, because %s", reason)
+    has_floats = any(np.dtype(each.dtype).kind == "f" for each in types.values())
+    written = "hash" if order is None and where == "auto" else order
+    without = "missing={'nans': 'keep'}" if has_floats else ""
+    conversion = find_conversion_of_rows(treatment, written, without)
+    find = partial(find_scanned_rows, df, names, True, PIECE_BYTES, storage_options)
+    found = _find_unless_written(where, conversion and conversion[0], find)
+    if found is not None:
+        return found.store, found.rows, found.source
     if store is None:
         raise InvalidInput("store is missing: give a path or url that driver and workers share.")
     target = Store.open(parse_store_url(store), **storage_options)
@@ -221,31 +188,49 @@ def find_or_write_rows(
     return target, manifest, "a DataFrame", treatment.nans != "keep"
 
 
-def refuse_conversions(request: Request) -> None:
-    """Raises NoFileScan if the rows must be written to become those that the request asks for."""
-    data, conversion = request.config.data, find_fit_conversion(request)
+def _find_unless_written(
+    materialize: str, obstacle: str | None, find: Callable[[], FoundRows]
+) -> FoundRows | None:
+    """The rows where they are; None: they are to be written. obstacle: why, whatever the DataFrame scans."""
+    if materialize == "always":
+        return None
+    try:
+        if obstacle is not None:
+            raise NoFileScan(obstacle)
+        found = find()
+    except (NoFileScan, InvalidInput, StoreError) as reason:
+        if materialize == "auto":
+            log.info("the rows are written to the store, because %s", reason)
+            return None
+        if not isinstance(reason, NoFileScan):
+            raise
+        raise InvalidInput(
+            "materialize='never' takes rows of files that exist, with columns selected and renamed at most, and "
+            f"here {reason}: use materialize='auto', or save that as a table and take its rows."
+        ) from reason
+    log.info("the rows are read where they are: %s", found.source)
+    return found
+
+
+def find_obstacle(request: Request) -> str | None:
+    """Why the rows must be written to become those that the request asks for; None: they need not be."""
+    data, conversion = request.config.data, find_conversion(request)
     if conversion is not None:
-        raise NoFileScan(conversion[0])
+        return conversion[0]
     if data.reader != "arrow":
-        raise NoFileScan(f"reader={data.reader!r} reads what was written for it")
+        return f"reader={data.reader!r} reads what was written for it"
     if request.materialize == "auto" and data.row_order is None and data.shuffle:
-        raise NoFileScan(
+        return (
             "the order of their hash sorts the rows while they are written (row_order='table' leaves them where they "
             "are, if the DataFrame only scans files)"
         )
+    return None
 
 
 def find_scanned_rows(
-    df: DataFrame,
-    names: Sequence[str],
-    transformed: bool,
-    piece_bytes: int,
-    storage_options: Mapping[str, Any],
+    df: DataFrame, names: Sequence[str], transformed: bool, piece_bytes: int, storage_options: Options
 ) -> FoundRows:
-    """The rows of the files that a DataFrame scans, with columns as the DataFrame names them. Reads the files' footers.
-
-    Raises NoFileScan for other DataFrames, and as `describe_files` does.
-    """
+    """The rows of the files that a DataFrame scans. Raises NoFileScan, and as `describe_files` does."""
     scan = find_file_scan(df, names)
     types = {name: find_column_type(df.schema, name, transformed=transformed) for name in names}
     if scan.kind == "parquet":

@@ -1,32 +1,28 @@
-"""What the estimators of all frameworks share as estimators of Spark ML: fitting and saving.
-
-Parameters are in `params.py`. A framework's class trains on a `RowSource` and serializes its objects.
-"""
+"""What the estimators of all frameworks share as estimators of Spark ML: fitting and saving."""
 
 from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pyspark.ml import Estimator
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import DefaultParamsReader, MLReader, MLWritable, MLWriter
+from pyspark.sql import DataFrame
 
 from spark_elastic.clusters.spark.host_facts import find_session, get_session
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.dataframe_rows import DataFrameRows
 from spark_elastic.estimators.dataframes.schema import describe_class
-from spark_elastic.estimators.fit_rows import FileRows, HandleRows, RowSource, Selection, SnapshotRows
-from spark_elastic.estimators.params import EstimatorParams, to_names
+from spark_elastic.estimators.fit_rows import HandleRows, RowSource, Selection, locate_rows, open_table_rows
+from spark_elastic.estimators.params import EstimatorParams
 from spark_elastic.estimators.rows import Rows
 from spark_elastic.estimators.transformer import ElasticModel
+from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.tables.catalogs import find_in_catalog
 from spark_elastic.tables.lake_tables import Version
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
@@ -37,8 +33,30 @@ _UNSAVED = ("storage_options",)  # they may hold credentials
 class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ignore[misc,unused-ignore]
     """Base of the estimators of torch and Keras."""
 
+    _check_objects: Callable[[Mapping[str, Any]], Any]  # of the framework: see `build_request`
+    _train: Callable[[RowSource, FitRequest[Any]], ElasticModel]  # of the framework
+
     def write(self) -> MLWriter:
-        return _Writer(self)
+        return saving.Writer(self)
+
+    @classmethod
+    def read(cls) -> MLReader[Any]:
+        return saving.Reader(cls)
+
+    def list_saved(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
+        """Metadata, plain parameters, and the others in one pickle, so that shared objects stay shared."""
+        values = {p.name: value for p, value in self._paramMap.items() if p.name not in _UNSAVED}
+        objects = {name: value for name, value in values.items() if not _is_plain(value)}
+        plain = {name: value for name, value in values.items() if name not in objects}
+        return {}, plain, self._pack_objects(objects)
+
+    @classmethod
+    def load_saved(cls, metadata: dict[str, Any], parts: Mapping[str, bytes]) -> Any:
+        estimator: Any = cls()
+        estimator._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
+        estimator._set(**{**metadata["paramMap"], **estimator._unpack_objects(parts)})
+        return estimator
 
     def fit_on_parquet(self, paths: Paths, validation_paths: Paths | None = None) -> Any:
         """Train on existing Parquet files without a copy. Needs a Spark session.
@@ -53,7 +71,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         """
         options = self.getOrDefault("storage_options") or {}
         seen = [] if validation_paths is None else _list_paths(validation_paths)
-        return self._fit_rows(FileRows.locate(find_session(), _list_paths(paths), seen, options))
+        return self._fit_rows(locate_rows(find_session(), _list_paths(paths), seen, options))
 
     def fit_on_table(
         self,
@@ -92,7 +110,7 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         selection = Selection.parse(columns, where)
         table, validation_table = (find_in_catalog(catalog, each) for each in (table, validation_table))
         return self._fit_rows(
-            SnapshotRows.open(find_session(), table, version, validation_table, options, selection)
+            open_table_rows(find_session(), table, version, validation_table, options, selection)
         )
 
     def fitMultiple(self, dataset: DataFrame, paramMaps: Any) -> Any:
@@ -110,19 +128,20 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
             return self._fit_rows(HandleRows(get_session(None), dataset))
         return self._fit_rows(DataFrameRows(dataset))
 
-    @abstractmethod
     def _fit_rows(self, rows: RowSource) -> ElasticModel:
-        """Train on the rows."""
+        request = build_request(self._values, self._check_objects)
+        activation = request.objects.activation
+        self.find_output_columns(activation)
+        model = self._train(rows, request)
+        self._copy_params_to(model, activation)
+        return model
 
     @property
     def _values(self) -> dict[str, Any]:
         return {param.name: self.getOrDefault(param) for param in self.params}
 
     def _copy_params_to(self, model: ElasticModel, activation: str | None) -> None:
-        """Give the fitted model this estimator's parameters: those that the user has set, and the defaults.
-
-        activation: the one that the loss implies, a default.
-        """
+        """Give the fitted model this estimator's parameters. activation: the default, by the loss."""
         for param in filter(lambda each: self.isDefined(each.name), model.params):
             value = self.getOrDefault(param.name)
             copy = model._set if self.isSet(param.name) and value is not None else model._setDefault
@@ -139,45 +158,6 @@ class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ig
         """The parameters that `_pack_objects` has serialized."""
 
 
-class _Writer(saving.OverwritingWriter):
-    """Writes plain parameters as Spark ML does, and the others in one pickle, so that shared objects stay shared."""
-
-    def __init__(self, instance: ElasticEstimator) -> None:
-        super().__init__()
-        self._instance = instance
-
-    def saveImpl(self, path: str) -> None:
-        estimator = self._instance
-        values = {p.name: value for p, value in estimator._paramMap.items() if p.name not in _UNSAVED}
-        objects = {name: value for name, value in values.items() if not _is_plain(value)}
-        plain = {name: value for name, value in values.items() if name not in objects}
-        extra = {"format": saving.FORMAT}
-        DefaultParamsWriter.saveMetadata(
-            estimator,
-            path,
-            saving.find_metadata_session(self.sparkSession),
-            extraMetadata=extra,
-            paramMap=plain,
-        )
-        saving.write(self.sparkSession, path, estimator._pack_objects(objects))
-
-
-class EstimatorReader(MLReader[Any]):
-    def __init__(self, cls: type[ElasticEstimator]) -> None:
-        super().__init__()
-        self._cls = cls
-
-    def load(self, path: str) -> Any:
-        metadata = saving.read_metadata(self.sparkSession, path, self._cls)
-        with saving.name_incomplete(path, self._cls):
-            estimator: Any = self._cls()
-            estimator._resetUid(metadata["uid"])
-            DefaultParamsReader.getAndSetParams(estimator, metadata, skipParams=["settings"])
-            objects = estimator._unpack_objects(saving.read(self.sparkSession, path))
-            estimator._set(**{**metadata["paramMap"], **objects})
-        return estimator
-
-
 def check_run_ids(own: str | None, given: Sequence[str | None]) -> None:
     """Raise InvalidInput if fits would share a run_id. own: the estimator's; given: those of the param maps."""
     found = [own if each is None else each for each in given]
@@ -192,14 +172,13 @@ def check_run_ids(own: str | None, given: Sequence[str | None]) -> None:
 
 def _list_paths(given: Any) -> list[str]:
     several = [given] if isinstance(given, str | os.PathLike) else given
-    is_table = hasattr(given, "columns")  # whose iterator gives names of columns
-    paths = list(several) if isinstance(several, Iterable) and not is_table else [None]
-    if not all(isinstance(path, str | os.PathLike) for path in paths):
+    is_list = isinstance(several, Sequence) and all(isinstance(path, str | os.PathLike) for path in several)
+    if not is_list:
         raise InvalidInput(
             f"fit_on_parquet takes paths of Parquet files or folders; got {describe_class(given)}: give their paths, "
             "or call fit with a DataFrame."
         )
-    return to_names(paths)
+    return [str(path) for path in several]
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,26 +1,25 @@
 """The rows of a fit: where they are, and what a run keeps of them. Those of a DataFrame are in `dataframe_rows.py`.
 
-Decides which rows train and which validate, and deletes written rows once no run needs them. Runs in the caller's
-thread.
+Runs in the caller's thread.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.spark.host_facts import find_session
 from spark_elastic.data.manifest import Column, Manifest
@@ -51,51 +50,53 @@ from spark_elastic.tables.lake_tables import TableSnapshot, Version, join_stores
 from spark_elastic.tables.predicate import Predicate
 from spark_elastic.training.identity import WEIGHTS
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
 log = logging.getLogger("spark_elastic")
 
 Request = FitRequest[Any]
-FORMAT = 4  # of run.json
+Options = Mapping[str, Any]  # fsspec's
+FORMAT = 5  # of run.json
+# Parts that are words, or anything but a slash in backquotes.
+_TABLE_NAME = re.compile(r"(?:\w+|`[^/]+`)(?:\.(?:\w+|`[^/]+`))*")
+
+
+def refuse_run(run_id: str, began: str) -> InvalidInput:
+    return InvalidInput(f"run_id {run_id!r} began {began}: continue with the same, or use another run_id.")
+
+
+@dataclass(frozen=True)
+class RowRecord:
+    """Rows of a run, and their order, beside what the settings say of it."""
+
+    manifest: str  # as JSON
+    global_batch: int  # rows of one step
+    lanes: int  # streams that an epoch is cut into
+
+    @classmethod
+    def create(cls, request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> RowRecord:
+        plan = plan_rows(request, manifest, global_batch, shuffle)
+        return cls(manifest.to_json(), plan.global_batch, plan.lanes)
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """Everything that stays the same when a run is resumed, whatever the number of workers then is."""
 
-    # Where the rows are: a folder of the store ("": its root), or the url of existing files, or those of two tables.
-    data: str
-    manifest: str  # the manifest of the rows that are trained on, as JSON
-    manifest_hash: str  # its `Manifest.hash`; `load_manifest` compares it
-    global_batch: int  # rows of one step
-    lanes: int  # streams that an epoch is cut into
+    data: str  # a folder of the store ("": its root), or the url of existing files, or those of two tables
+    rows: RowRecord  # what is trained on
+    validation: RowRecord | None  # what is validated with; None: nothing
     settings: Mapping[str, Any]  # the parameters that must stay the same
-    # manifest, global_batch and lanes of the rows that are validated with; None: there are none.
-    validation: Mapping[str, Any] | None
     objects: Mapping[str, str]  # digests of the user's objects, by the names that an error has for them
     format: int = FORMAT  # of this record; a release reads its own alone
 
     @classmethod
     def create(cls, request: Request, data: str, rows: Manifest, validation: Manifest | None) -> RunRecord:
         """The record of a new run on these rows, which are in `data`."""
-        config = request.config
-        plan, seen = plan_rows(request, rows, config.global_batch, config.data.shuffle), None
+        config, seen = request.config, None
+        trained = RowRecord.create(request, rows, config.global_batch, config.data.shuffle)
         if validation is not None:
             batch = config.data.validation_batch * config.world.num_workers
-            order = plan_rows(request, validation, batch, shuffle=False)
-            numbers = {"global_batch": order.global_batch, "lanes": order.lanes}
-            seen = {"manifest": validation.to_json(), **numbers}
-        return cls(
-            data=data,
-            manifest=rows.to_json(),
-            manifest_hash=rows.hash,
-            global_batch=plan.global_batch,
-            lanes=plan.lanes,
-            settings=config.list_run_settings(),
-            validation=seen,
-            objects=request.objects.identity(),
-        )
+            seen = RowRecord.create(request, validation, batch, shuffle=False)
+        return cls(data, trained, seen, config.list_run_settings(), request.objects.identity())
 
     @property
     def is_on_files(self) -> bool:
@@ -118,8 +119,6 @@ class RunRecord:
                 )
             record: RunRecord = codec.read(cls, fields)
             itemgetter("shuffle", "seed", "batch_size", "backward_passes_per_step")(record.settings)
-            if record.validation is not None:
-                itemgetter("manifest", "global_batch", "lanes")(record.validation)
             return record
 
         return parse_document(store.read_bytes(name), f"{name} in the store {store.url}", read)
@@ -132,47 +131,38 @@ class RunRecord:
         for name, value in request.config.list_run_settings().items():
             before = self.settings.get(name, value)  # a parameter may be newer than the run
             if before != value:
-                raise InvalidInput(
-                    f"run_id {run_id!r} began with {name}={before!r} and this fit has {value!r}: "
-                    "continue with the same, or use another run_id."
-                )
+                raise refuse_run(run_id, f"with {name}={before!r} and this fit has {value!r}")
         now = request.objects.identity() if self.objects else {}
         different = [name for name, before in self.objects.items() if now.get(name) != before]
         if different == [WEIGHTS]:
             log.warning("run %s keeps its own weights: this fit's model begins with others", run_id)
         elif different:
-            raise InvalidInput(
-                f"run_id {run_id!r} began with another {different[0]} than this fit's: continue with the same, or use "
-                "another run_id."
-            )
+            raise refuse_run(run_id, f"with another {different[0]} than this fit's")
 
     def load_manifest(self) -> Manifest:
-        """The manifest of the rows that are trained on. Raises StoreError if the document was altered."""
-        manifest = Manifest.from_json(self.manifest)
-        if manifest.hash != self.manifest_hash:
-            raise StoreError("The run's manifest is not the one that it began with: it was altered.")
-        return manifest
+        """The manifest of the rows that are trained on. Raises StoreError if it was altered."""
+        return Manifest.from_json(self.rows.manifest)
 
     def build_plan(self, manifest: Manifest) -> DataPlan:
-        return self._plan_rows(manifest, self.global_batch, self.lanes, self.settings["shuffle"])
+        return self._plan_rows(manifest, self.rows, self.settings["shuffle"])
 
     def load_validation(self) -> tuple[Manifest, DataPlan] | None:
         """The validation rows and their plan; None: there are none."""
         if self.validation is None:
             return None
-        manifest = Manifest.from_json(self.validation["manifest"])
-        batch, lanes = self.validation["global_batch"], self.validation["lanes"]
-        return manifest, self._plan_rows(manifest, batch, lanes, shuffle=False)
+        manifest = Manifest.from_json(self.validation.manifest)
+        return manifest, self._plan_rows(manifest, self.validation, shuffle=False)
 
-    def _plan_rows(self, manifest: Manifest, global_batch: int, lanes: int, shuffle: bool) -> DataPlan:
+    def _plan_rows(self, manifest: Manifest, rows: RowRecord, shuffle: bool) -> DataPlan:
         settings = self.settings
         shares = settings.get("virtual_shares", 0) if settings.get("determinism") else 0
-        return DataPlan(manifest.group_rows, global_batch, settings["seed"], lanes, shuffle, shares)
+        seed, lanes = settings["seed"], rows.lanes
+        return DataPlan(manifest.group_rows, rows.global_batch, seed, lanes, shuffle, shares)
 
     def count_initial_workers(self) -> int:
         """`num_workers` of the fit that began the run; a later fit may have another number."""
         rows: int = self.settings["batch_size"] * self.settings["backward_passes_per_step"]
-        return self.global_batch // rows
+        return self.rows.global_batch // rows
 
 
 def plan_rows(request: Request, manifest: Manifest, global_batch: int, shuffle: bool) -> DataPlan:
@@ -209,12 +199,6 @@ class RunResult:
         store.write_bytes(f"runs/{run_id}/result.json", json.dumps(asdict(self)).encode())
 
 
-log = logging.getLogger("spark_elastic")
-
-# Parts that are words, or anything but a slash in backquotes.
-_TABLE_NAME = re.compile(r"(?:\w+|`[^/]+`)(?:\.(?:\w+|`[^/]+`))*")
-
-
 @dataclass(frozen=True)
 class FoundRows:
     """Rows that are read where they are, decided once where the request is checked."""
@@ -224,6 +208,7 @@ class FoundRows:
     validation: Manifest | None  # what is validated with after each epoch; None: nothing
     place: str  # where they are, as the run's record has it
     source: str  # what they are of, for people, such as the version of a table
+    any_version: bool = False  # whether a resumed run keeps the version of the table that it began with
 
 
 class RowSource(ABC):
@@ -242,16 +227,18 @@ class RowSource(ABC):
 
     def describe(self, record: RunRecord) -> str:
         """The rows of a run in words, such as the version of a table."""
-        return self._require_found().source
+        found = self._require_found()
+        is_same = record.load_manifest() == found.rows
+        return found.source if is_same else f"a version older than {found.source}"
 
     def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
         """Raises InvalidInput if the run began with other rows (R19, resuming a run); may start a job."""
-        found, before = self._require_found(), record.load_validation()
-        if (record.load_manifest(), None if before is None else before[0]) != (found.rows, found.validation):
-            raise InvalidInput(
-                f"run_id {run_id!r} began with other files than those now in {found.place}, or on a table: bring "
-                "them back, or use another run_id."
-            )
+        found, manifest, before = self._require_found(), record.load_manifest(), record.load_validation()
+        if found.any_version and record.data == found.place:
+            if manifest.fingerprint != found.rows.fingerprint:
+                raise refuse_run(run_id, "with other values of columns or where than this fit's")
+        elif (manifest, before and before[0]) != (found.rows, found.validation):
+            raise refuse_run(run_id, f"with other files than those now in {found.place}, or on a table")
 
     def begin_run(self, request: Request, store: Store, run: OwnedRun) -> RunRecord:
         """Save the record of a new run, once its rows are where the workers read them."""
@@ -270,63 +257,68 @@ class RowSource(ABC):
         return self.found
 
 
+@dataclass
 class FileRows(RowSource):
-    """The rows of Parquet files; `check` describes them once."""
+    """The rows of Parquet files, or of one version of a table, whatever is written to it meanwhile."""
 
-    # As the user knows them: the method, and the argument that gives rows to validate with.
-    call, validation_argument = "fit_on_parquet", "validation_paths"
-
-    def __init__(
-        self, session: SparkSession | None, files: Store, names: Sequence[str], seen: Sequence[str]
-    ) -> None:
-        """files: the store that holds all of them. names: of files or folders in it, to train on; seen: to validate."""
-        self.session = require_session(session)
-        self._files, self._names, self._validation_names = files, names, seen
-
-    @classmethod
-    def locate(
-        cls,
-        session: SparkSession | None,
-        paths: Sequence[str],
-        validation_paths: Sequence[str],
-        storage_options: Mapping[str, Any],
-    ) -> FileRows:
-        """Raises InvalidInput without a session or a path, and for several file systems."""
-        require_session(session)
-        files, names = _locate_files(paths, validation_paths, storage_options)
-        return cls(session, files, names[: len(paths)], names[len(paths) :])
+    session: SparkSession
+    call: str  # the method, as the user knows it
+    argument: str  # its argument that gives rows to validate with
+    store: Store  # that has the files
+    parts: Sequence[Callable[..., Manifest]]  # describe the rows to train on, and to validate with
+    place: str  # as in `FoundRows`, as are the next two
+    source: str
+    any_version: bool = False
 
     def check(self, request: Request) -> None:
         """Also reads the files' footers, by a Spark job if there are many."""
-        conversion = find_fit_conversion(request)
+        data = request.config.data
+        conversion = find_conversion(request)
         if conversion is not None:
-            clause, remedy = conversion[0], conversion[1].format(argument=self.validation_argument)
-            raise InvalidInput(f"{clause}; {self.call} reads files as they are: {remedy}.")
-        options = {
-            "columns": request.config.data.used_cols,
+            remedy = conversion[1].format(argument=self.argument)
+            raise InvalidInput(f"{conversion[0]}; {self.call} reads files as they are: {remedy}.")
+        if data.reader != "arrow" and self.call == "fit_on_table":
+            raise InvalidInput(
+                f"reader={data.reader!r} knows neither renamed columns nor deleted rows, which tables have: "
+                "fit_on_table needs reader='arrow'."
+            )
+        options: dict[str, Any] = {
             "transformed": request.objects.transformation is not None,
             "piece_bytes": choose_group_bytes(request),
             "collect": make_footer_collector(self.session),
         }
-        rows, validation = self._describe(options)
-        if validation is not None:
-            rows, validation = align_ragged(rows, validation), align_ragged(validation, rows)
-        _check_equal_columns(rows, validation, self.validation_argument)
-        place, source = self._name()
-        self.found = FoundRows(self._files, rows, validation, place, source)
+        rows, *others = [describe(columns=data.used_cols, **options) for describe in self.parts]
+        validation = None
+        if others:
+            rows, validation = align_ragged(rows, others[0]), align_ragged(others[0], rows)
+            _check_equal_columns(rows, validation, self.argument)
+        self.found = FoundRows(self.store, rows, validation, self.place, self.source, self.any_version)
 
     def has_validation(self, request: Request) -> bool:
-        return bool(self._validation_names)
+        return len(self.parts) > 1
 
-    def _name(self) -> tuple[str, str]:
-        """Where the rows are, and what they are of."""
-        return self._files.url, f"Parquet files in {self._files.url}"
 
-    def _describe(self, options: Mapping[str, Any]) -> tuple[Manifest, Manifest | None]:
-        """The rows to train on, and those to validate with. options: of `describe_parquet` and `describe_files`."""
-        seen = self._validation_names
-        rows = describe_parquet(self._files, names=self._names, **options)
-        return rows, describe_parquet(self._files, names=seen, **options) if seen else None
+@dataclass
+class HandleRows(RowSource):
+    """The rows of `Rows`, which were described when the handle was made."""
+
+    session: SparkSession
+    rows: RowHandle
+
+    def check(self, request: Request) -> None:
+        data, handle = request.config.data, self.rows
+        conversion = find_conversion(request, splits=False, checks_nan=not handle.has_no_nan)
+        if conversion is not None:
+            raise InvalidInput(f"{conversion[0]}, and Rows are read as they are: {conversion[1]}.")
+        parts = [handle] if data.validation is None else handle.split(data.validation, data.seed)
+        rows, *others = [part.select(*data.used_cols).manifest for part in parts]
+        for column in rows.columns if request.objects.transformation is None else ():
+            if column.is_raw:
+                numbers = "pass transformation_fn, which makes numbers of them"
+                remedy = format_remedy(1) if column.ragged else numbers
+                raise InvalidInput(f"The column {column.name!r} has {column.kind}: {remedy}.")
+        validation = others[0] if others else None
+        self.found = FoundRows(handle.store, rows, validation, handle.store.url, handle.source)
 
 
 def require_session(session: SparkSession | None) -> SparkSession:
@@ -336,21 +328,29 @@ def require_session(session: SparkSession | None) -> SparkSession:
     return session
 
 
-def _locate_files(
-    paths: Sequence[str], others: Sequence[str], storage_options: Mapping[str, Any]
-) -> tuple[Store, tuple[str, ...]]:
-    """As `locate_files`, of both. Raises InvalidInput if there are no `paths`."""
+def locate_rows(
+    session: SparkSession | None, paths: Sequence[str], validation_paths: Sequence[str], options: Options
+) -> FileRows:
+    """The rows of `fit_on_parquet`. Raises InvalidInput without a session or a path, and for several file systems."""
+    known = require_session(session)
+    files, names = _locate_files([*paths, *validation_paths] if paths else (), options)
+    divided = names[: len(paths)], names[len(paths) :]
+    parts = [partial(describe_parquet, files, names=each) for each in divided if each]
+    source = f"Parquet files in {files.url}"
+    return FileRows(known, "fit_on_parquet", "validation_paths", files, parts, files.url, source)
+
+
+def _locate_files(paths: Sequence[str], storage_options: Options) -> tuple[Store, tuple[str, ...]]:
     if not paths:
         raise InvalidInput("paths is empty: name a Parquet file or a folder.")
-    return locate_files([*paths, *others], storage_options)
+    return locate_files(paths, storage_options)
 
 
 @dataclass(frozen=True)
 class Selection:
     """What is trained on of a table."""
 
-    # Name of a column for the estimator -> its name in the table, where they differ.
-    columns: Mapping[str, str]
+    columns: Mapping[str, str]  # the estimator's name of a column -> the table's, where they differ
     where: Predicate | None  # which rows; None: all
 
     @classmethod
@@ -366,137 +366,67 @@ class Selection:
             )
         return cls(dict(given), Predicate.parse(where))
 
-    def rename(self, file: DataFile, used: Sequence[str]) -> DataFile:
-        """The file with the columns that are used, under the estimator's names."""
-        if not self.columns:
-            return file
-        compared = [] if self.where is None else self.where.columns
-        return file.rename_columns({name: self.columns.get(name, name) for name in [*used, *compared]})
-
     def describe(
         self,
+        snapshot: TableSnapshot,
         store: Store,
         files: Sequence[DataFile],
-        where: Predicate | None,
         columns: Sequence[str],
         **options: Any,
     ) -> Manifest:
-        """The rows of a table's files that match `where`. columns, options: of `describe_files`."""
-        parts = [self.rename(file, columns) for file in files]
-        found = describe_files(store, parts, columns, where=where, **options)
-        return dataclasses.replace(found, fingerprint=self.digest)
-
-    def check(self, snapshot: TableSnapshot) -> None:
-        """Raises InvalidInput for a name in `columns` or `where` that the table does not have."""
+        """The rows of a table that match `where`. store, files: that the snapshot's files are in, by their names there.
+        columns, options: of `describe_files`."""
         for own in self.columns.values():
             if own not in snapshot.columns:
                 raise InvalidInput(
                     f"columns names {own!r}, which {snapshot.name} does not have: it has "
                     f"{format_columns(own, snapshot.columns)}."
                 )
-        given = {own: name for name, own in self.columns.items()}
-        names = [given.get(own, own) for own in snapshot.single]
-        for name in () if self.where is None else self.where.columns:
-            own = self.columns.get(name, name)
-            if own not in snapshot.single:
-                fault = "has as arrays or records" if own in snapshot.columns else "does not have"
-                raise InvalidInput(
-                    f"where compares column {name!r}, which {snapshot.name} {fault}: compare one of "
-                    f"{format_columns(name, names)}."
-                )
+        if self.columns:
+            compared = [] if self.where is None else self.where.columns
+            names = {name: self.columns.get(name, name) for name in [*columns, *compared]}
+            files = [file.rename_columns(names) for file in files]
+        try:
+            found = describe_files(store, files, columns, where=self.where, **options)
+        except StoreError as error:
+            raise StoreError(
+                f"A file of {snapshot.name} cannot be read; if the table was vacuumed, fit on a newer "
+                f"version: {error}"
+            ) from error
+        return replace(found, fingerprint=self.digest)
 
     @cached_property
     def digest(self) -> str:
         return hashlib.sha256(repr((sorted(self.columns.items()), self.where)).encode()).hexdigest()[:32]
 
 
-class SnapshotRows(FileRows):
-    """The rows of one version of a table, whatever is written to the table meanwhile."""
-
-    call, validation_argument = "fit_on_table", "validation_table"
-
-    def __init__(
-        self,
-        session: SparkSession | None,
-        snapshot: TableSnapshot,
-        validation: TableSnapshot | None,
-        is_newest: bool,
-        selection: Selection,
-    ) -> None:
-        """is_newest: no version was asked for, so that a resumed run takes the one that it began with. selection: of
-        the first table; the one to validate with has the same columns, and all of its rows count."""
-        snapshots = [snapshot] if validation is None else [snapshot, validation]
-        files, self._parts = join_stores(snapshots)
-        super().__init__(session, files, (), ())
-        self._snapshots, self._is_newest, self._selection = snapshots, is_newest, selection
-
-    @classmethod
-    def open(
-        cls,
-        session: SparkSession | None,
-        table: Any,
-        version: Version | None,
-        validation_table: Any,
-        storage_options: Mapping[str, Any],
-        selection: Selection,
-    ) -> SnapshotRows:
-        """Raises InvalidInput as `read_snapshot` does, and without a session."""
-        if table is None:
-            raise InvalidInput(
-                "fit_on_table takes a table's name, path, url or object; got None: name the table to train on."
-            )
-        known = require_session(session)
-        snapshot, validation = (
-            None if each is None else read_snapshot(*_find_table(known, each, number), storage_options)
-            for each, number in ((table, version), (validation_table, None))
+def open_table_rows(
+    session: SparkSession | None,
+    table: Any,
+    version: Version | None,
+    validation_table: Any,
+    storage_options: Options,
+    selection: Selection,
+) -> FileRows:
+    """The rows of `fit_on_table`. selection: of the table; the one to validate with has the same columns, and all of
+    its rows count. Raises InvalidInput as `read_snapshot` does, and without a session."""
+    if table is None:
+        raise InvalidInput(
+            "fit_on_table takes a table's name, path, url or object; got None: name the table to train on."
         )
-        assert snapshot is not None
-        return cls(session, snapshot, validation, version is None, selection)
-
-    def has_validation(self, request: Request) -> bool:
-        return len(self._snapshots) > 1
-
-    def check(self, request: Request) -> None:
-        reader = request.config.data.reader
-        if reader != "arrow":
-            raise InvalidInput(
-                f"reader={reader!r} knows neither renamed columns nor deleted rows, which tables have: {self.call} "
-                "needs reader='arrow'."
-            )
-        super().check(request)
-
-    def describe(self, record: RunRecord) -> str:
-        found = self._require_found()
-        if record.load_manifest() == found.rows:
-            return found.source
-        return f"a version older than {found.source}"  # with which the run began
-
-    def check_same_rows(self, request: Request, record: RunRecord, run_id: str) -> None:
-        if not (self._is_newest and record.data == self._require_found().place):
-            super().check_same_rows(request, record, run_id)
-        elif record.load_manifest().fingerprint != self._selection.digest:
-            raise InvalidInput(
-                f"run_id {run_id!r} began with other values of columns or where than this fit's: continue with the "
-                "same, or use another run_id."
-            )
-
-    def _name(self) -> tuple[str, str]:
-        # The url of each table: the store that holds both is a folder that may hold others, too.
-        return " and ".join(each.store.url for each in self._snapshots), self._snapshots[0].name
-
-    def _describe(self, options: Mapping[str, Any]) -> tuple[Manifest, Manifest | None]:
-        self._selection.check(self._snapshots[0])
-        described: list[Manifest] = []
-        for snapshot, files in zip(self._snapshots, self._parts, strict=True):
-            where = None if described else self._selection.where
-            try:
-                described.append(self._selection.describe(self._files, files, where, **options))
-            except StoreError as error:
-                raise StoreError(
-                    f"A file of {snapshot.name} cannot be read; if the table was vacuumed, fit on a newer "
-                    f"version: {error}"
-                ) from error
-        return described[0], described[1] if len(described) > 1 else None
+    known = require_session(session)
+    tables = [(table, version), (validation_table, None)][: 1 if validation_table is None else 2]
+    snapshots = [read_snapshot(*_find_table(known, *each), storage_options) for each in tables]
+    store, files = join_stores(snapshots)
+    selections = (selection, replace(selection, where=None))
+    parts = [
+        partial(chosen.describe, snapshot, store, own)
+        for chosen, snapshot, own in zip(selections, snapshots, files, strict=False)
+    ]
+    # The url of each table: the store that holds both is a folder that may hold others, too.
+    place = " and ".join(each.store.url for each in snapshots)
+    source, any_version = snapshots[0].name, version is None
+    return FileRows(known, "fit_on_table", "validation_table", store, parts, place, source, any_version)
 
 
 def list_names(columns: Any, known: Sequence[str]) -> list[str]:
@@ -514,34 +444,32 @@ def list_names(columns: Any, known: Sequence[str]) -> list[str]:
 
 
 def describe_paths(
-    paths: Any, columns: Sequence[str] | None, storage_options: Mapping[str, Any]
+    paths: Any, columns: Sequence[str] | None, storage_options: Options
 ) -> tuple[Store, Manifest, str]:
     """The fields of `Rows.from_parquet`."""
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    files, names = _locate_files([str(each) for each in given], (), storage_options)
+    files, names = _locate_files([str(each) for each in given], storage_options)
     wanted = list_names(columns, list_parquet_columns(files, names))
     manifest = describe_parquet(files, wanted, transformed=True, names=names, collect=_choose_collector())
     return files, manifest, f"Parquet files in {files.url}"
 
 
 def describe_table(
-    table: Any, version: Version | None, columns: Any, where: Any, storage_options: Mapping[str, Any]
+    table: Any, version: Version | None, columns: Any, where: Any, storage_options: Options
 ) -> tuple[Store, Manifest, str]:
     """The fields of `Rows.from_table`."""
     session = find_session()
     if session is not None:
         table, version = _find_table(session, table, version)
     snapshot = read_snapshot(table, version, storage_options)
-    renamed = columns if isinstance(columns, Mapping) else None
-    selection = Selection.parse(renamed, where)
-    selection.check(snapshot)
-    if not snapshot.files:
+    store, files = snapshot.store, snapshot.files
+    if not files:
         raise InvalidInput(f"{snapshot.name} has no rows.")
-    readable = list_columns(snapshot.store, snapshot.files[0], snapshot.columns)
-    names = list(renamed) if renamed else list_names(columns, readable)
-    options = {"transformed": True, "collect": _choose_collector()}
-    manifest = selection.describe(snapshot.store, snapshot.files, selection.where, names, **options)
-    return snapshot.store, manifest, snapshot.name
+    renamed = columns if isinstance(columns, Mapping) else None
+    names = list(renamed or list_names(columns, list_columns(store, files[0], snapshot.columns)))
+    options: dict[str, Any] = {"transformed": True, "collect": _choose_collector()}
+    manifest = Selection.parse(renamed, where).describe(snapshot, store, files, names, **options)
+    return store, manifest, snapshot.name
 
 
 def _choose_collector() -> CollectFooters:
@@ -549,43 +477,11 @@ def _choose_collector() -> CollectFooters:
     return collect_footers_in_threads if session is None else make_footer_collector(session)
 
 
-class HandleRows(RowSource):
-    """The rows of `Rows`, which were described when the handle was made."""
-
-    def __init__(self, session: SparkSession, rows: RowHandle) -> None:
-        self.session, self._rows = session, rows
-
-    def check(self, request: Request) -> None:
-        config = request.config
-        avoids = "" if self._rows.has_no_nan else _avoid_nan_check(request)
-        conversion = find_conversion(request.missing, config.data.row_order, avoids_nan_check=avoids)
-        if conversion is not None:
-            clause, remedy = conversion[0], conversion[1].format(argument="validation")
-            raise InvalidInput(f"{clause}, and Rows are read as they are: {remedy}.")
-        rest, held_out = self._rows, None
-        if config.data.validation is not None:
-            rest, held_out = rest.split(config.data.validation, config.data.seed)
-        parts = [
-            None if each is None else each.select(*config.data.used_cols).manifest
-            for each in (rest, held_out)
-        ]
-        assert parts[0] is not None
-        for column in parts[0].columns if request.objects.transformation is None else ():
-            if column.is_raw:
-                numbers = "pass transformation_fn, which makes numbers of them"
-                remedy = format_remedy(1) if column.ragged else numbers
-                raise InvalidInput(f"The column {column.name!r} has {column.kind}: {remedy}.")
-        self.found = FoundRows(self._rows.store, parts[0], parts[1], self._rows.store.url, self._rows.source)
-
-
 def _find_table(session: SparkSession, table: Any, version: Version | None) -> tuple[Any, Version | None]:
     """What `read_snapshot` takes, for a table that Spark's catalog knows by its name."""
     # Spark raises an error for what is no name, such as that of a relative folder.
-    if (
-        not isinstance(table, str)
-        or not _TABLE_NAME.fullmatch(table)
-        or not session.catalog.tableExists(table)
-    ):
+    is_name = isinstance(table, str) and _TABLE_NAME.fullmatch(table)
+    if not is_name or not session.catalog.tableExists(table):
         return table, version
     described = session.sql(f"DESCRIBE TABLE EXTENDED {table}").collect()
     facts = {row["col_name"]: row["data_type"] for row in described}
@@ -597,41 +493,34 @@ def _find_table(session: SparkSession, table: Any, version: Version | None) -> t
     location = facts.get("Location")
     if location is None:
         raise InvalidInput(
-            f"{table} is a view, of which there are no versions: fit on spark.table({table!r}), or name the table that "
-            "it selects from."
+            f"{table} is a view, of which there are no versions: fit on spark.table({table!r}), or name its table."
         )
     return location.removeprefix("file:") if location.startswith("file:/") else location, version
 
 
-def find_conversion(
-    missing: MissingValues, row_order: str | None, validation: Any = None, avoids_nan_check: str = ""
-) -> tuple[str, str] | None:
+def find_conversion(request: Request, splits: bool = True, checks_nan: bool = True) -> tuple[str, str] | None:
     """What was asked for that only the writing of rows can do, as a clause, and what to do instead; None: nothing.
-    avoids_nan_check: settings by which nobody has to look for NaN; "": nobody has to."""
-    if validation is not None:
+    splits: whether a validation split is one. checks_nan: whether nobody has looked for NaN yet."""
+    data, has_check = request.config.data, request.config.loss.terminate_on_nan
+    if splits and data.validation is not None:
         return "validation splits the rows while they are written", "give {argument} instead"
+    without = "" if has_check or not checks_nan else "missing={'nans': 'keep'} or terminate_on_nan=True"
+    return find_conversion_of_rows(request.missing, data.row_order, without)
+
+
+def find_conversion_of_rows(
+    missing: MissingValues, row_order: str | None, without_nan_check: str
+) -> tuple[str, str] | None:
+    """The same of these parameters. without_nan_check: settings by which nobody has to look for NaN; "": nobody has."""
     if "drop" in (missing.nulls, missing.nans):
         return "missing leaves out rows while they are written", "use fit, or write the files without them"
     if row_order == "hash":
-        return (
-            "the order of their hash sorts the rows while they are written",
-            "leave row_order out, or use fit",
-        )
-    if missing.nans == "refuse" and avoids_nan_check:
+        clause = "the order of their hash sorts the rows while they are written"
+        return clause, "leave row_order out, or use fit"
+    if missing.nans == "refuse" and without_nan_check:
         clause = "NaN is looked for while rows are written"
-        return f"{clause} ({avoids_nan_check} does without)", "set one of these"
+        return f"{clause} ({without_nan_check} does without)", "set one of these"
     return None
-
-
-def find_fit_conversion(request: Request) -> tuple[str, str] | None:
-    config = request.config
-    return find_conversion(
-        request.missing, config.data.row_order, config.data.validation, _avoid_nan_check(request)
-    )
-
-
-def _avoid_nan_check(request: Request) -> str:
-    return "" if request.config.loss.terminate_on_nan else "missing={'nans': 'keep'} or terminate_on_nan=True"
 
 
 def choose_group_bytes(request: Request) -> int:
@@ -646,21 +535,15 @@ def materialize_rows(
     rows: RowSource, request: Request, store: Store, run: OwnedRun
 ) -> Iterator[tuple[RunRecord, Store]]:
     """The run's record, and the store that its rows are in, for as long as the run needs them: if it is resumed, those
-    that it began with."""
+    that it began with. Written rows are deleted after the block, unless it fails and the run can be resumed."""
     record = RunRecord.load(store, run.run_id)
     if record is None:
         record = rows.begin_run(request, store, run)
     else:
         rows.check_same_rows(request, record, run.run_id)
-    with delete_rows_after_run(request, store, run, "" if record.is_on_files else record.data):
-        yield record, rows.open_data(store, record)
-
-
-@contextmanager
-def delete_rows_after_run(request: Request, store: Store, run: OwnedRun, folder: str) -> Iterator[None]:
-    """Delete the rows in `folder` ("": none) after the block, unless it fails and the run can be resumed."""
+    folder = "" if record.is_on_files else record.data
     try:
-        yield
+        yield record, rows.open_data(store, record)
     except BaseException as error:
         if _is_resumable(request, store, run, error):
             log.warning("run %s can be resumed: fit again with run_id=%r", run.run_id, run.run_id)
@@ -683,10 +566,8 @@ def _is_resumable(request: Request, store: Store, run: OwnedRun, error: BaseExce
         return True  # the store does not answer: nothing is deleted
 
 
-def _check_equal_columns(rows: Manifest, validation: Manifest | None, argument: str) -> None:
+def _check_equal_columns(rows: Manifest, validation: Manifest, argument: str) -> None:
     """Columns to validate with may have another precision, but no other kind or shape."""
-    if validation is None:
-        return
     for one, other in zip(rows.columns, validation.columns, strict=True):
         if (_classify_number(one), one.shape) != (_classify_number(other), other.shape):
             raise InvalidInput(

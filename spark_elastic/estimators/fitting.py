@@ -1,7 +1,6 @@
 """One fit: from rows and a checked request to the weights of a trained model, for any framework.
 
-`train_model` decides the order: check columns, open the store, check the hosts, write the rows, train, read the
-weights. The model and optimizer of the request are only read; workers train copies. Runs in the caller's thread.
+The model and optimizer of the request are only read; workers train copies. Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
 
 
 def _pickle_objects(objects: UserObjects) -> tuple[bytes, tuple[str, ...]]:
-    """The pickled objects, and the installed modules that loading them imports, as early imports. Raises InvalidInput
-    with the parameter that workers cannot use."""
+    """The pickled objects, and the modules that loading them imports. InvalidInput names what cannot be pickled."""
     modules: dict[str, None] = {}
     try:
         payload = captures.dumps(objects, modules=modules)
@@ -129,11 +127,10 @@ def _load_finished_run(
     record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
     if record is not None:
         record.check(request, run_id)
-    wanted = request.config.data.epochs
-    if result is not None and result.epochs != wanted:
+    wanted, had = request.config.data.epochs, None if result is None else result.epochs
+    if had not in (None, wanted):
         raise InvalidInput(
-            f"run_id {run_id!r} has ended, with epochs={result.epochs}, and this fit wants {wanted}: "
-            "use another run_id."
+            f"run_id {run_id!r} has ended, with epochs={had}, not {wanted}: use another run_id."
         )
     if record is not None and result is None:
         _check_epochs_left(request, CheckpointStore(store, run_id), run_id)
@@ -153,18 +150,11 @@ def _check_epochs_left(request: FitRequest[Any], checkpoints: CheckpointStore, r
 
 
 def _summarize(run: FinishedRun, run_id: str, seconds: float, data: str) -> FitSummary:
-    result = run.result
-    return FitSummary(
-        run_id=run_id,
-        epochs=tuple(result.history),
-        worlds=tuple(WorldRecord(world.at, world.size, world.reason) for world in run.report.world_changes),
-        seconds=seconds,
-        data_rows=result.data_rows,
-        digest=result.digest,
-        data=data,
-        data_digest=run.record.load_manifest().content[:32],
-        report=run.report.with_rows(result.history, result.data_rows),
-    )
+    result, content = run.result, run.record.load_manifest().content
+    worlds = tuple(WorldRecord(world.at, world.size, world.reason) for world in run.report.world_changes)
+    report, epochs = run.report.with_rows(result.history, result.data_rows), tuple(result.history)
+    rows, digest = result.data_rows, result.digest
+    return FitSummary(run_id, epochs, worlds, seconds, rows, digest, data, content[:32], report)
 
 
 @contextmanager
@@ -177,8 +167,7 @@ def _open_store(request: FitRequest[Any], master: str) -> Iterator[Store]:
             yield Store.open(str(folder))
     else:
         raise InvalidInput(
-            f"store is missing: the executors of {master} may be on other machines, so give a path or url that "
-            "all of them share."
+            f"store is missing: executors of {master} may be on other machines, so give a path or url that all share."
         )
 
 
@@ -191,12 +180,8 @@ def _ledger_folder(request: FitRequest[Any], store: Store, run_id: str) -> str |
 
 @contextmanager
 def _show_progress(request: FitRequest[Any]) -> Iterator[ProgressListener]:
-    listener = ProgressListener(
-        request.config.data.epochs,
-        callback=request.on_progress,
-        quiet=request.verbose == 0,
-        show_output=request.elastic.show_logs,
-    )
+    epochs, quiet, show_logs = request.config.data.epochs, request.verbose == 0, request.elastic.show_logs
+    listener = ProgressListener(epochs, callback=request.on_progress, quiet=quiet, show_output=show_logs)
     with close_within_deadline(listener), log_to_listener(listener.on_message, request.verbose > 1):
         yield listener
 
@@ -227,14 +212,9 @@ class FitRun(Generic[O]):
             manifest = record.load_manifest()
             launched = self.launch(self.build_spec(record, data, run), run)
             trained = check_replicas([json.loads(result) for result in launched.results])
-            result = RunResult(
-                model=trained["model"],
-                sha256=trained["sha256"],
-                digest=trained["digest"],
-                epochs=self.request.config.data.epochs,
-                history=trained["history"],
-                data_rows=manifest.rows,
-            )
+            told = {name: trained[name] for name in ("model", "sha256", "digest", "history")}
+            epochs = self.request.config.data.epochs
+            result = RunResult(**told, epochs=epochs, data_rows=manifest.rows)
             run.check()
             # Before rows and checkpoints, which could resume the run, are deleted
             result.save(self.store, self.run_id)
@@ -273,16 +253,13 @@ class FitRun(Generic[O]):
 
 def make_fit_limits(request: FitRequest[Any], global_batch: int) -> Limits:
     """The limits of the job: none of its worlds has more workers than a step has rows."""
-    config = request.config
-    limits = make_limits(
-        request.elastic, config.world.num_workers, config.world.min_workers, config.world.max_workers
-    )
+    world = request.config.world
+    limits = make_limits(request.elastic, world.num_workers, world.min_workers, world.max_workers)
     return dataclasses.replace(limits, max_global_batch=global_batch)
 
 
 def check_replicas(results: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Rank 0's result, compared with those of the replicas (P4, identical replicas); None is a worker that was lost
-    after its last step."""
+    """Rank 0's result, compared with those of the others (P4, identical replicas); None: lost after its last step."""
     trained = results[0]
     assert trained is not None  # or training would not have ended
     differ = [rank for rank, own in enumerate(results) if own and own["digest"] != trained["digest"]]
@@ -324,7 +301,5 @@ def _read_sample(request: FitRequest[Any], data: Store, manifest: Manifest) -> l
 def _read_weights(store: Store, result: RunResult) -> bytes:
     weights = store.read_bytes(result.model)
     if hashlib.sha256(weights).hexdigest() != result.sha256:
-        raise StoreError(
-            f"{result.model} in the store {store.url} is not what was trained: its SHA-256 differs."
-        )
+        raise StoreError(f"{result.model} in the store {store.url} is not what was trained, by its SHA-256.")
     return weights

@@ -18,10 +18,7 @@ class Backend:
     def __init__(
         self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **options: Any
     ) -> None:
-        """
-        Args:
-            options: further ones of `spark_elastic.run`, such as verbose and stdout.
-        """
+        """options: further ones of `spark_elastic.run`, such as verbose and stdout."""
         self._num_proc, self._env, self._options = num_proc, env, options
 
     def num_processes(self) -> int | None:

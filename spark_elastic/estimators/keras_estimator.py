@@ -11,10 +11,10 @@ from typing import Any
 
 import cloudpickle
 import keras
-from pyspark.ml.util import MLReadable, MLReader
+from pyspark.ml.util import MLReadable
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
+from spark_elastic.estimators.elastic_estimator import ElasticEstimator
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.fitting import Framework, train_model
 from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
@@ -23,13 +23,11 @@ from spark_elastic.estimators.keras_objects import (
     check_lambdas,
     check_on_two_rows,
     check_watched,
-    compile_model,
-    find_activation,
     make_archive,
 )
 from spark_elastic.estimators.params import KerasParams, with_horovod_names
 from spark_elastic.estimators.transformer import try_shapes
-from spark_elastic.estimators.validation import FitRequest, build_request
+from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.training.keras.archive import Archive, iter_leaves, list_optimizers, select_user_objects
 from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import TrainSpec
@@ -85,17 +83,7 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
     subclasses; JobCancelled; StoreError.
     """
 
-    @classmethod
-    def read(cls) -> MLReader[ElasticKerasEstimator]:
-        return EstimatorReader(cls)
-
-    def _fit_rows(self, rows: RowSource) -> ElasticKerasModel:
-        request = build_request(self._values, check_keras_objects)
-        activation = find_activation(compile_model(self._values))
-        self.find_output_columns(activation)
-        model = fit_keras(rows, request)
-        self._copy_params_to(model, activation)
-        return model
+    _check_objects, _train = staticmethod(check_keras_objects), staticmethod(fit_keras)
 
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         """The model as a `.keras` file, optimizer, loss and metrics as JSON; functions and callbacks by cloudpickle."""
@@ -124,11 +112,9 @@ class ElasticKerasEstimator(  # type: ignore[misc,unused-ignore]
             custom = cloudpickle.loads(archive.custom)
         if custom:
             parts["custom"] = cloudpickle.dumps(custom)
-        return {
-            **parts,
-            "configured": json.dumps(plain).encode(),
-            **({"objects": cloudpickle.dumps(objects)} if objects else {}),
-        }
+        if objects:
+            parts["objects"] = cloudpickle.dumps(objects)
+        return {**parts, "configured": json.dumps(plain).encode()}
 
     def _unpack_objects(self, parts: Mapping[str, bytes]) -> dict[str, Any]:
         found: dict[str, Any] = cloudpickle.loads(parts["objects"]) if "objects" in parts else {}

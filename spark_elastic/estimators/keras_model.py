@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import io
 from collections.abc import Mapping, Sequence
@@ -15,13 +14,19 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from pyspark.ml.util import MLReadable, MLReader
+from pyspark.ml.util import MLReadable
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import StoreError
 from spark_elastic.estimators.outputs import Floats, Shape
-from spark_elastic.estimators.predictor import choose_gpu, find_shapes, name_parts, predict_in_batches
-from spark_elastic.estimators.transformer import ElasticModel, ModelReader
+from spark_elastic.estimators.predictor import (
+    Predictor,
+    choose_gpu,
+    find_shapes,
+    name_parts,
+    predict_in_batches,
+)
+from spark_elastic.estimators.transformer import ElasticModel
 from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.keras.batching import Inputs, order_labels, pack_inputs
 from spark_elastic.training.keras.devices import let_gpu_memory_grow
@@ -31,20 +36,13 @@ PART, CUSTOM, TRANSFORMATION, ADAPTERS = "model.keras", "custom", "transformatio
 
 
 @dataclass(frozen=True)
-class KerasPredictor:
+class KerasPredictor(Predictor):
     """Rows in, predictions out; the model is called with training=False."""
 
     archive: Archive  # the model
     columns: tuple[Column, ...]  # of the features
-    # cloudpickle of what makes the model's inputs of the feature columns; None: they are its inputs.
-    transformation: bytes | None = None
+    transformation: bytes | None = None  # cloudpickle of the user's function; None: there is none
     labels: tuple[str, ...] = ()  # the outputs have their order; (): the model's own
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     def model(self) -> Any:
         return self.archive.load()
@@ -144,19 +142,11 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
     function go through cloudpickle: such a model must be loaded from paths alone that are trusted.
     """
 
-    @classmethod
-    def read(cls) -> MLReader[ElasticKerasModel]:
-        return ModelReader(cls)
-
     def _extra(self) -> dict[str, Any]:
-        archive = self._predictor.archive  # type: ignore[attr-defined]
-        labels = self._predictor.labels  # type: ignore[attr-defined]
-        return {
-            "floatx": archive.floatx,
-            "custom_objects": archive.places(),
-            "undecayed": list(archive.undecayed),
-            "labels": list(labels),
-        }
+        predictor: Any = self._predictor
+        archive, labels = predictor.archive, list(predictor.labels)
+        places, undecayed = archive.places(), list(archive.undecayed)
+        return {"floatx": archive.floatx, "custom_objects": places, "undecayed": undecayed, "labels": labels}
 
     @classmethod
     def _restore_predictor(
@@ -165,14 +155,10 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
         custom = {name: import_by_name(*place) for name, place in extra["custom_objects"].items()}
         if CUSTOM in parts:
             custom.update(cloudpickle.loads(parts[CUSTOM]))
-        archive = Archive(
-            parts[PART],
-            cloudpickle.dumps(custom),
-            extra["floatx"],
-            safe=CUSTOM not in parts,
-            undecayed=tuple(extra["undecayed"]),
-            adapters=_unpack_arrays(parts[ADAPTERS]) if ADAPTERS in parts else (),
-        )
+        safe, undecayed = CUSTOM not in parts, tuple(extra["undecayed"])
+        adapters = _unpack_arrays(parts[ADAPTERS]) if ADAPTERS in parts else ()
+        content, custom_objects = parts[PART], cloudpickle.dumps(custom)
+        archive = Archive(content, custom_objects, extra["floatx"], safe, undecayed, adapters)
         return KerasPredictor(archive, columns, parts.get(TRANSFORMATION), tuple(extra["labels"]))
 
 
@@ -184,7 +170,6 @@ def import_by_name(module: str, name: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise StoreError(
-            f"the model needs {name} of {module}, which cannot be imported here ({error}): define it in a module that "
-            "can be imported."
+            f"the model needs {name} of {module}, which cannot be imported ({error}): define it in a module that can."
         ) from error
     return found

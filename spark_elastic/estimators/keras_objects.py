@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from spark_elastic.checks import make_kind, make_whole
+from spark_elastic.checks import FUNCTION, make_kind, make_whole
 from spark_elastic.clusters.run import captures
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
@@ -57,23 +57,17 @@ from spark_elastic.training.keras.step import RunningStats, make_dense, to_array
 from spark_elastic.training.keras.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.training.progress import check_metric_names, check_watched_names
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.transformation import check_transformation
 
 _BACKUP_CALLBACK = "BackupAndRestore"
-# Callbacks with a `monitor`.
-_WATCHING = (
-    keras.callbacks.EarlyStopping,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ReduceLROnPlateau,
-)
+_KINDS = ("EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau")  # callbacks with a `monitor`
+_WATCHING = tuple(getattr(keras.callbacks, name) for name in _KINDS)
 
 
 def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     """Check the user's objects among an estimator's parameters. Raises InvalidInput with the first mistake."""
-    if keras.backend.backend() != "tensorflow":
-        raise InvalidInput(
-            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow before Keras is imported."
-        )
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise InvalidInput(f"Keras runs on {backend}: set KERAS_BACKEND=tensorflow before it is imported.")
     # Numpy takes no more, whose generator Keras seeds, too
     make_whole(0, 2**32 - 1, "a whole number from 0, below 2**32")("seed", values["seed"])
     model = compile_model(values)
@@ -82,17 +76,17 @@ def check_keras_objects(values: Mapping[str, Any]) -> KerasUserObjects:
     _check_rate(model, values["learning_rate"], values["scale_lr"])
     check_lambdas(iter_model_parts(model))
     archive = make_archive(model, values["custom_objects"])
-    _check_losses(_read_back(archive))
     return KerasUserObjects(
         model=archive,
         callbacks=_callbacks(values["callbacks"]),
         class_weight=_class_weight(values["class_weight"], values["label_cols"] or ()),
-        transformation=check_transformation(values["transformation_fn"]),
+        transformation=FUNCTION.or_none()("transformation_fn", values["transformation_fn"]),
+        numbers=_check_losses(_read_back(archive)),
+        activation=find_activation(model),
     )
 
 
-# Hooks that run before the first forward pass.
-_FIRST_HOOKS = ("on_train_begin", "on_epoch_begin", "on_train_batch_begin")
+_FIRST_HOOKS = ("on_train_begin", "on_epoch_begin", "on_train_batch_begin")  # before the first forward pass
 
 
 def check_on_two_rows(objects: KerasUserObjects, spec: TrainSpec) -> None:
@@ -114,34 +108,15 @@ def _run_on_rows(objects: KerasUserObjects, spec: TrainSpec, rows: StepRows) -> 
 
 def check_watched(objects: KerasUserObjects, validates: bool) -> None:
     """Raise InvalidInput if a callback watches a number that no epoch will have. validates: each epoch is validated."""
-    watched = [
-        callback.monitor
-        for callback in objects.callbacks
-        if isinstance(callback, _WATCHING) and getattr(callback, "save_best_only", True)
-    ]
+    watching = [callback for callback in objects.callbacks if isinstance(callback, _WATCHING)]
+    watched = [callback.monitor for callback in watching if getattr(callback, "save_best_only", True)]
     # The user's own callbacks may add any number in `on_epoch_end`.
     if not watched or has_hook(objects.callbacks, ("on_epoch_end",), ("keras.", "spark_elastic.")):
         return
-    known = _list_epoch_numbers(objects.model.load())
+    known = objects.numbers
     check_watched_names(
         watched, known or ["loss"], validates, lambda name: known is None or name == "learning_rate"
     )
-
-
-def _list_epoch_numbers(model: Any) -> list[str] | None:
-    """Names of the losses and metrics of each epoch; None: they cannot be known before the model is called."""
-    if not getattr(model, "outputs", None):
-        return None
-    outputs = getattr(model, "output", model.outputs[0])
-    losses = CompiledLosses(model, outputs, outputs)
-    metrics = list_layer_metrics(model)
-    try:
-        if model._compile_metrics is not None:
-            model._compile_metrics.build(outputs, outputs)
-            metrics.append(model._compile_metrics)
-        return ["loss", *losses.names, *compute_results(metrics)]
-    except Exception:  # a metric of the user's may have no result without rows
-        return None
 
 
 def compile_model(values: Mapping[str, Any]) -> Any:
@@ -164,8 +139,7 @@ def compile_model(values: Mapping[str, Any]) -> Any:
         return copy
     if not model.compiled or model._compile_loss is None:
         raise InvalidInput(
-            "the model is not compiled: call model.compile(optimizer, loss), or give the estimator an optimizer and a "
-            "loss."
+            "the model is not compiled: call model.compile(optimizer, loss), or give the estimator both."
         )
     return model
 
@@ -182,8 +156,7 @@ def check_lambdas(things: Iterable[Any]) -> None:
 
 
 def find_activation(model: Any) -> str | None:
-    """The activation that turns the model's outputs into probabilities, by its loss; None if it is unknown, as of the
-    user's own losses."""
+    """What makes probabilities of the model's outputs, by its loss; None: unknown, as of the user's own losses."""
     loss = getattr(getattr(model, "_compile_config", None), "config", {}).get("loss")
     parts = list(loss.values()) if isinstance(loss, Mapping) else loss
     if isinstance(parts, list | tuple) and len(parts) == 1:
@@ -213,21 +186,18 @@ def _model(model: Any, seed: Any) -> Any:
 
 
 def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archive:
-    """The model as its `.keras` file. Raises InvalidInput for a class without get_config(), or what cannot be
-    pickled."""
+    """The model as its `.keras` file. Raises InvalidInput where get_config() is missing, or pickling fails."""
     try:
         return Archive.of(model, custom_objects)
     except NotImplementedError as error:
-        raise InvalidInput(
-            f"the model cannot be written to a .keras file: {_first_sentence(error)}"
-        ) from error
+        raise InvalidInput(f"the model cannot be written to a .keras file: {_shorten(error)}") from error
     except Exception:  # objects may raise anything while they are pickled
         for name, own in {**collect_custom_objects(model), **(custom_objects or {})}.items():
             captures.dumps(own, f"{name!r} of the model, its loss, its metrics or custom_objects")
         raise
 
 
-def _first_sentence(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     return " ".join(str(error).split()).partition(". ")[0]
 
 
@@ -242,7 +212,7 @@ def _copy_optimizer(optimizer: Any, custom_objects: Mapping[str, Any] | None) ->
         with keras.saving.custom_object_scope(custom):
             return type(found).from_config(found.get_config())
     except NotImplementedError as error:
-        raise InvalidInput(f"the optimizer cannot be copied: {_first_sentence(error)}") from error
+        raise InvalidInput(f"the optimizer cannot be copied: {_shorten(error)}") from error
 
 
 def _check_rate_kind(optimizer: Any) -> None:
@@ -257,22 +227,18 @@ def _check_rate_kind(optimizer: Any) -> None:
 
 def _check_steps(model: Any) -> None:
     """Refuse what the elastic training step does not support."""
-    for name, instead in (
-        (
-            "train_step",
-            "the elastic step computes gradients, sums them over the workers and applies them by itself",
-        ),
-        ("compute_loss", "losses are summed by rows: give compile() a loss, and penalties to add_loss()"),
-        ("compute_metrics", "metrics see the rows of all workers: give them to compile()"),
-    ):
-        if getattr(type(model), name) is not getattr(keras.Model, name) and not _is_keras(type(model), name):
-            raise InvalidInput(
-                f"{type(model).__name__} has a {name}() of its own, which is not called: {instead}."
-            )
+    instead_of = {
+        "train_step": "the elastic step computes gradients, sums them over the workers and applies them by itself",
+        "compute_loss": "losses are summed by rows: give compile() a loss, and penalties to add_loss()",
+        "compute_metrics": "metrics see the rows of all workers: give them to compile()",
+    }
+    for name, instead in instead_of.items():
+        own = getattr(type(model), name)
+        if own is not getattr(keras.Model, name) and not str(own.__module__).startswith("keras."):
+            raise InvalidInput(f"{type(model).__name__} has a {name}(), which is not called: {instead}.")
     if (getattr(model, "steps_per_execution", 1) or 1) != 1:
         raise InvalidInput(
-            "steps_per_execution has no meaning here, since the workers exchange gradients in each step: compile "
-            "without it."
+            "steps_per_execution has no meaning here, since workers exchange gradients in each step: leave it out."
         )
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
@@ -308,14 +274,10 @@ def _read_back(archive: Archive) -> Any:
         raise
     except Exception as error:  # of the user's classes, too
         last = str(error).strip().rpartition("\n")[2]
+        why = f"{type(error).__name__}: {last}"
         raise InvalidInput(
-            "the model cannot be read from its .keras file, as the workers do, with "
-            f"{type(error).__name__}: {last}"
+            f"the model cannot be read from its .keras file, as workers do, with {why}"
         ) from error
-
-
-def _is_keras(owner: type, name: str) -> bool:
-    return str(getattr(owner, name).__module__).startswith("keras.")
 
 
 def _check_columns(model: Any, values: Mapping[str, Any]) -> None:
@@ -324,27 +286,31 @@ def _check_columns(model: Any, values: Mapping[str, Any]) -> None:
     order_labels(model, getattr(model, "output", None), labels)
 
 
-def _check_losses(model: Any) -> None:
-    """Check losses and metrics against the outputs, as workers do, if the outputs are known. model: a copy."""
+def _check_losses(model: Any) -> list[str] | None:
+    """Check losses and metrics against the outputs, as workers do. model: a copy. Returns the names of each epoch's
+    numbers; None: they are not known before the model is called."""
     if not getattr(model, "outputs", None):
-        return
+        return None
     outputs = getattr(model, "output", model.outputs[0])  # a Sequential that was never called has no `output`
-    CompiledLosses(model, outputs, outputs)
+    losses, metrics = CompiledLosses(model, outputs, outputs), list_layer_metrics(model)
     if model._compile_metrics is not None:
         try:
             model._compile_metrics.build(outputs, outputs)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidInput(f"the metrics do not fit the model's outputs: {error}") from error
         check_metric_names(metric.name for metric in model._compile_metrics.metrics)
+        metrics.append(model._compile_metrics)
+    try:
+        return ["loss", *losses.names, *compute_results(metrics)]
+    except Exception:  # a metric of the user's may have no result without rows
+        return None
 
 
 def _check_rate(model: Any, rate: Any, scales: Any) -> None:
     if rate is None and not scales:
         return
     if isinstance(model.optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
-        raise InvalidInput(
-            "the optimizer has a schedule of learning rates: leave learning_rate and scale_lr out."
-        )
+        raise InvalidInput("the optimizer has a schedule of its rates: leave learning_rate and scale_lr out.")
     if not hasattr(model.optimizer, "learning_rate"):
         raise InvalidInput(
             f"a {type(model.optimizer).__name__} has no learning rate of its own: leave learning_rate and scale_lr "
@@ -461,19 +427,16 @@ class _Tries:
                 stats.restore()
         trial = self.make_trial(self.compute_losses)
         values = [[trial.measure(slice(0, len(whole)), 0, False).total] for _ in range(2)]
-        for (one, other), sentence in (
-            (
-                passes,
-                "computes outputs again for their gradients, and the model returns others when it is called again: "
-                "let its layers draw by a keras.random.SeedGenerator that they keep.",
-            ),
-            (
-                values,
-                "has each worker compute the loss of all rows, and the model's loss is another one when it is computed "
-                "again: let a layer of the model draw random numbers, not the loss.",
-            ),
-        ):
-            for a, b in zip(one, other, strict=True):
+        of_passes = (
+            "computes outputs again for their gradients, and the model returns others when it is called again: let its "
+            "layers draw by a keras.random.SeedGenerator that they keep."
+        )
+        of_values = (
+            "has each worker compute the loss of all rows, and the model's loss is another one when it is computed "
+            "again: let a layer of the model draw random numbers, not the loss."
+        )
+        for tried, sentence in ((passes, of_passes), (values, of_values)):
+            for a, b in zip(*tried, strict=True):
                 if not np.allclose(a, b, rtol=self._tolerance, atol=self._tolerance, equal_nan=True):
                     raise InvalidInput(f"loss_scope='step' {sentence}")
 

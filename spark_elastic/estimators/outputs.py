@@ -21,8 +21,7 @@ Shape = tuple[int, ...]
 # Of a number for each class, then of the one number that says how likely class 1 of two is. identity takes both.
 SEVERAL, SINGLE = ("softmax", "exp"), ("sigmoid", "probability")
 ACTIVATIONS = (*SEVERAL, *SINGLE, "identity")
-# Parameters that have a meaning for classes alone.
-OF_CLASSES = ("probability_col", "raw_prediction_col", "threshold", "thresholds")
+OF_CLASSES = ("probability_col", "raw_prediction_col", "threshold", "thresholds")  # of classes alone
 HALF = 0.5
 
 
@@ -37,29 +36,24 @@ class OutputColumns:
     prediction: str  # column of the class, or of the model's one output
     probability: str | None  # column of a vector of probabilities; None: it is left out
     raw_prediction: str | None  # column of a vector of what these are made of; None: it is left out
-    # Column of each output as it is; None: `prediction`, or names of `labels`.
-    outputs: tuple[str, ...] | None
+    outputs: tuple[str, ...] | None  # column of each output; None: `prediction`, or by `labels`
     labels: tuple[str, ...]  # label columns of the training
-    # Function that makes probabilities of the one output; None: outputs stay as they are.
-    activation: str | None
+    activation: str | None  # what makes probabilities of the one output; None: it stays as it is
     thresholds: tuple[float, ...]  # threshold of each class; a single one is that of class 1 of two
-    # Whether the user asked for classes by name; else outputs stay as they are where they cannot be classes.
-    required: bool
+    required: bool  # whether classes were asked for by name; else outputs that are none stay as they are
 
     @classmethod
     def from_params(
         cls, values: Mapping[str, Any], named: Collection[str] = (), implied: str | None = None
     ) -> OutputColumns:
-        """The parameters `values`, of which the user has set those `named`, with the activation that the loss implies.
-        Raises InvalidInput for names that are none, and parameters that exclude each other."""
+        """The parameters `values`, of which the user has set those `named`. implied: the activation, by the loss."""
         prediction, outputs = values["prediction_col"], values["output_cols"]
         probability, raw_prediction = (values[name] or None for name in OF_CLASSES[:2])
         optional = [name for name in (probability, raw_prediction) if name is not None]
         for name in (prediction, *(outputs or ()), *optional):
             if not isinstance(name, str) or not name:
                 raise InvalidInput(
-                    f"prediction_col, probability_col, raw_prediction_col and output_cols must be names of columns; "
-                    f"got {name!r}."
+                    f"prediction_col, probability_col, raw_prediction_col and output_cols must be names; got {name!r}."
                 )
             if name in (values.get("feature_cols") or ()):
                 raise InvalidInput(
@@ -111,21 +105,14 @@ def _check_thresholds(values: Mapping[str, Any], named: Collection[str]) -> tupl
     is_usable = isinstance(found, list | tuple) and all(
         isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < np.inf for each in found
     )
-    if (
-        not is_usable
-        or (several is None and single > 1)
-        or (several is not None and list(found).count(0) > 1)
-    ):
+    if not is_usable or (single > 1 if several is None else list(found).count(0) > 1):
         raise InvalidInput(
             f"threshold must be a number from 0 to 1, and thresholds a list of one number for each class, none below 0 "
             f"and at most one 0; got {single if several is None else several!r}."
         )
     thresholds = tuple(float(each) for each in found)
-    if (
-        several is not None
-        and "threshold" in named
-        and (len(thresholds) != 2 or abs(find_threshold(thresholds) - single) > 1e-5)
-    ):
+    is_like_single = len(thresholds) == 2 and abs(find_threshold(thresholds) - single) <= 1e-5
+    if several is not None and "threshold" in named and not is_like_single:
         raise InvalidInput("threshold and thresholds say different things: give one of them.")
     return thresholds
 
@@ -141,10 +128,8 @@ class Outputs:
 
     columns: tuple[str, ...]  # names
     widths: tuple[int, ...]  # numbers of a row in each column; 1: a plain double
-    # Content of each column, "class", "probability" or "raw", of the one output; (): the outputs as they are.
-    contents: tuple[str, ...] = ()
-    # As in `OutputColumns`, as is the next.
-    activation: str | None = None
+    contents: tuple[str, ...] = ()  # "class", "probability" or "raw" of each column; (): outputs as they are
+    activation: str | None = None  # as in `OutputColumns`, as is the next
     thresholds: tuple[float, ...] = (HALF,)
 
     @classmethod
@@ -158,9 +143,7 @@ class Outputs:
                 widths = tuple(1 if content == "class" else max(2, widths[0]) for content in contents)
                 return cls(of_classes, widths, contents, wanted.activation, wanted.thresholds)
             if wanted.required:
-                raise InvalidInput(
-                    f"{obstacle}, or set raw_outputs=True, which gives the outputs as they are."
-                )
+                raise InvalidInput(f"{obstacle}, or set raw_outputs=True, for the outputs as they are.")
         columns = wanted.outputs
         if columns is None:
             several = [f"{label}__output" for label in wanted.labels]
@@ -190,10 +173,7 @@ def _find_obstacle(shapes: Sequence[Shape], activation: str, thresholds: Sequenc
         )
     width = count_numbers(shapes[0])
     if sum(size > 1 for size in shapes[0]) > 1:
-        return (
-            f"classes need an output of one number for each; this model returns {shapes[0]} a row: take them from the "
-            "prediction"
-        )
+        return f"classes need one number each, and the model returns {shapes[0]} a row: use the prediction"
     if (activation in SEVERAL and width == 1) or (activation in SINGLE and width > 1):
         return (
             f"activation {activation} makes no class probabilities of {width} numbers a row: "

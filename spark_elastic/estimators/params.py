@@ -1,8 +1,7 @@
 """The parameters of the estimators as Params of Spark ML: keywords, `setX`/`getX`, `copy`, param maps.
 
-Each parameter is declared once with its documentation and stands once with its default, in the signature of
-`EstimatorParams`. Also Horovod's names: mapped to ours, or refused with the reason. The values are checked by
-`FitConfig` and `validation.py` when `fit` is called.
+Each stands once with its default, in the signature of `EstimatorParams`. Also Horovod's names: mapped to ours, or
+refused with the reason. `FitConfig` and `validation.py` check the values when `fit` is called.
 """
 
 from __future__ import annotations
@@ -98,8 +97,7 @@ class _Declaration:
 
 
 def declare(doc: str, converter: Callable[[Any], Any] = to_python_number) -> Param[Any]:
-    """Declare a Param of the attribute's name, with setter and getter such as `setBatchSize`, as users of Spark ML
-    expect."""
+    """Declare a Param of the attribute's name, with setter and getter such as `setBatchSize`."""
     return _Declaration(doc, converter)  # type: ignore[return-value]
 
 
@@ -113,8 +111,7 @@ def _add_method(owner: type, name: str, method: Any, doc: str) -> None:
         setattr(owner, name, method)
 
 
-# Horovod's name -> ours.
-ALIASES = {"num_proc": "num_workers", "random_seed": "seed"}
+ALIASES = {"num_proc": "num_workers", "random_seed": "seed"}  # Horovod's name -> ours
 # Horovod's names for whether workers use GPUs where there are some: `device` is then auto, else cpu.
 GPU_NAMES = ("use_gpu", "num_gpus")
 
@@ -181,8 +178,7 @@ def translate_names(
     own: Callable[[str], bool] = lambda name: False,
     refused: Mapping[str, str] = REFUSED,
 ) -> dict[str, Any]:
-    """Parameters by our names. own: whether a name is a parameter of the estimator, even if another estimator refuses
-    it. Raises InvalidInput for one that has no meaning here, with the reason, or is given under both names."""
+    """Parameters by our names. own: whether a name is a parameter of this estimator, whatever others refuse."""
     ours: dict[str, Any] = {}
     for name, value in values.items():
         if name in refused and not own(name):
@@ -273,8 +269,7 @@ class ColumnParams(Params):
         return float(self.getOrDefault("threshold") if several is None else find_threshold(several))
 
     def find_output_columns(self, implied: str | None = None) -> OutputColumns:
-        """The columns that `transform` is to add. implied: the activation that the loss implies. Raises
-        InvalidInput."""
+        """The columns that `transform` is to add. implied: the activation that the loss implies."""
         values = {param.name: self.getOrDefault(param) for param in self.params if self.isDefined(param)}
         named = [param.name for param in self.params if self.isSet(param)]
         return OutputColumns.from_params(values, named, implied)
@@ -283,8 +278,7 @@ class ColumnParams(Params):
 class EstimatorParams(ColumnParams):
     """The parameters of the estimators of all frameworks."""
 
-    # Horovod's names that have no meaning for the estimator, each with the reason.
-    refused: ClassVar[Mapping[str, str]] = REFUSED
+    refused: ClassVar[Mapping[str, str]] = REFUSED  # Horovod's name -> why it has no meaning here
     _input_kwargs: dict[str, Any]
 
     learning_rate = declare("learning rate of all parameter groups; None: the optimizer's own")

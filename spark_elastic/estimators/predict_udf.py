@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
-from weakref import finalize, ref
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import ref
 
 import cloudpickle
 import numpy as np
@@ -22,7 +22,7 @@ from pyspark.accumulators import Accumulator, AccumulatorParam
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import pandas_udf
-from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
+from pyspark.sql.types import ArrayType, DoubleType, StructField, StructType
 
 from spark_elastic.clusters.spark.host_facts import has_context
 from spark_elastic.clusters.spark.payload import Payload, make_payload
@@ -31,14 +31,10 @@ from spark_elastic.estimators.dataframes.scan import MissingKind, MissingValues,
 from spark_elastic.estimators.outputs import Outputs, as_column
 from spark_elastic.estimators.predictor import Predictor
 
+if TYPE_CHECKING:
+    from pyspark import Broadcast
+
 log = logging.getLogger("spark_elastic")
-
-
-class ShippedPredictor(Protocol):
-    """A predictor as a task has it."""
-
-    @property
-    def value(self) -> Predictor: ...
 
 
 @dataclass(frozen=True)
@@ -53,21 +49,19 @@ class PickledPredictor:
         return found
 
 
-# By the id of a predictor, which never changes: its broadcast, and whose it is. Spark keeps each in a file of the
-# driver until the session ends, so that each `transform` must not make another one.
-_broadcasts: dict[int, tuple[ref[Any], ShippedPredictor]] = {}
+Shipped: TypeAlias = "Broadcast[Predictor] | PickledPredictor"  # a predictor as a task has it
 
 
-def ship_predictor(spark: SparkSession, predictor: Predictor) -> ShippedPredictor:
-    """`predictor`, to be used inside of tasks."""
+def ship_predictor(spark: SparkSession, predictor: Predictor) -> Shipped:
+    """`predictor`, to be used inside of tasks. It keeps its broadcast: Spark keeps a file for each until the session
+    ends, so that each `transform` must not make another one."""
     if not has_context(spark):
         return PickledPredictor(make_payload(spark, cloudpickle.dumps(predictor)))
-    sc = spark.sparkContext
-    known = _broadcasts.get(id(predictor))
-    if known is None or known[0]() is not sc:
-        known = _broadcasts[id(predictor)] = ref(sc), sc.broadcast(predictor)
-        finalize(predictor, _broadcasts.pop, id(predictor), None)
-    return known[1]
+    sc, kept = spark.sparkContext, vars(predictor)
+    if "_shipped" not in kept or kept["_shipped"][0]() is not sc:
+        kept["_shipped"] = ref(sc), sc.broadcast(predictor)
+    shipped: Broadcast[Predictor] = kept["_shipped"][1]
+    return shipped
 
 
 class _LogOnDriver(AccumulatorParam[str]):
@@ -86,11 +80,9 @@ class _LogOnDriver(AccumulatorParam[str]):
 class MissingRows:
     """What happens to rows with missing values."""
 
-    # Kinds of missing values, by the number that a row has in the last column of the UDF; -1: it has all values.
-    kinds: tuple[MissingKind, ...]
+    kinds: tuple[MissingKind, ...]  # by the number in the UDF's last column; -1 there: nothing is missing
     drops: tuple[bool, ...]  # whether rows of each kind are left out; else they end the job
-    # Takes the driver's line of the log from a task; None: the task logs it on its host.
-    driver_log: Accumulator[str] | None = None
+    driver_log: Accumulator[str] | None = None  # takes a task's line of the log; None: it logs itself
 
     @classmethod
     def of(cls, spark: SparkSession, kinds: Iterable[MissingKind], missing: MissingValues) -> MissingRows:
@@ -116,29 +108,24 @@ class MissingRows:
             log.warning(line) if self.driver_log is None else self.driver_log.add(line)
 
 
-def predict_udf(shipped: ShippedPredictor, outputs: Outputs, rows: MissingRows) -> Callable[..., Column]:
-    """From the feature columns, and the number of what a row lacks, to the one column of `outputs`, or to a struct of
-    all, in fields of their names. What is left out has nulls."""
+def predict_udf(shipped: Shipped, outputs: Outputs, rows: MissingRows) -> Callable[..., Column]:
+    """From the feature columns, and the number of what a row lacks, to a struct of `outputs`, in fields of their names.
+    What is left out has nulls."""
 
-    def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.Series]:
-        for values in _predict(shipped, outputs, rows, batches):
-            yield pd.Series(as_column(values[0]))
-
-    def predict_all(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
+    def predict(batches: Iterator[tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
         for values in _predict(shipped, outputs, rows, batches):
             yield pd.DataFrame({n: as_column(v) for n, v in zip(outputs.columns, values, strict=True)})
 
-    kinds = [_choose_type(width) for width in outputs.widths]
-    fields = [StructField(name, kind) for name, kind in zip(outputs.columns, kinds, strict=True)]
-    made: Any = (
-        pandas_udf(predict, kinds[0]) if len(kinds) == 1 else pandas_udf(predict_all, StructType(fields))  # type: ignore[call-overload]
-    )
+    number, numbers = DoubleType(), ArrayType(DoubleType(), containsNull=True)
+    kinds = zip(outputs.columns, outputs.widths, strict=True)
+    fields = [StructField(name, number if width == 1 else numbers) for name, width in kinds]
+    made: Any = pandas_udf(predict, StructType(fields))  # type: ignore[call-overload]
     # Else Spark would filter the rows before they are counted here.
     return made.asNondeterministic() if any(rows.drops) else made  # type: ignore[no-any-return]
 
 
 def _predict(
-    shipped: ShippedPredictor, outputs: Outputs, rows: MissingRows, batches: Iterator[tuple[pd.Series, ...]]
+    shipped: Shipped, outputs: Outputs, rows: MissingRows, batches: Iterator[tuple[pd.Series, ...]]
 ) -> Iterator[list[Any]]:
     counts: Counter[int] = Counter()
     task = TaskContext.get()
@@ -161,15 +148,9 @@ def _predict(
     rows.log(counts)
 
 
-def _choose_type(width: int) -> DataType:
-    return DoubleType() if width == 1 else ArrayType(DoubleType(), containsNull=True)
-
-
 def restore_nan(predicted: Column, width: int) -> Column:
     """A column of `predict_udf` with NaN where the model gave it: pandas' way to Arrow makes a null of it."""
     nan = F.lit(float("nan"))
-    return (
-        F.coalesce(predicted, nan)
-        if width == 1
-        else F.transform(predicted, lambda each: F.coalesce(each, nan))
-    )
+    if width == 1:
+        return F.coalesce(predicted, nan)
+    return F.transform(predicted, lambda each: F.coalesce(each, nan))

@@ -1,16 +1,17 @@
 """A trained module as a function of columns: what each Python worker of Spark runs for `transform`.
 
-Shipped in a broadcast, whose value Spark keeps per Python worker, so that the module is loaded once per worker and
-not once per batch or task. Knows pandas and torch; of Spark only what its caller hands in.
+Knows pandas and torch; of Spark only what its caller hands in.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,7 @@ from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
 
 def choose_gpu(addresses: Sequence[str], visible: int) -> int | None:
-    """The number of the GPU that Spark gave to the task, as the framework counts the visible ones; None: the CPU.
-    Raises InvalidInput if none of several has that address."""
+    """The number of the GPU that Spark gave to the task, as the framework counts; None: the CPU."""
     if not addresses or not visible:
         return None
     names = list_visible_gpus(os.environ)
@@ -70,9 +70,8 @@ def predict_in_batches(
 def find_shapes(
     columns: Sequence[Column], sample: Sequence[Sequence[Any]] | None, forward: Forward
 ) -> list[Shape]:
-    """Shape of a row of each output, tried on rows of zeros, or on `sample`, a row: on two and on three of them, since
-    any other dimension of an output may be as long as one number of rows. Raises InvalidInput if the first is not the
-    rows."""
+    """Shape of a row of each output, tried on zeros, or on `sample`, a row: on two and on three of them, since any
+    other dimension may be as long as one number of rows. InvalidInput: the first dimension is not the rows."""
     outputs: list[Floats] = []
     for rows in (2, 3):
         if sample is None:
@@ -94,9 +93,8 @@ def _check_rows(output: Floats, rows: int) -> Floats:
 
 
 def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
-    """Rows of numbers or (nested) lists as one array (rows, *shape). A null in a float column is NaN. Raises
-    InvalidInput for other nulls, rows of another size or uneven arrays, and values that the column's dtype cannot
-    hold."""
+    """Rows of numbers or (nested) lists as one array (rows, *shape); in floats null is NaN. Raises InvalidInput for
+    other nulls, rows of another size, and values that the column's dtype cannot hold."""
     if column.ragged:
         return _stack_ragged(rows, column)
     if column.dtype == "object":
@@ -224,8 +222,41 @@ class ModuleWithTransformation:
     transformation: Transformation  # the user's `transformation_fn`
 
 
+class Predictor(ABC):
+    """A trained model of any framework as a function of columns; pickles without what it has loaded."""
+
+    columns: tuple[Column, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        known: Any = self  # a dataclass
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(known)}
+
+    @property
+    @abstractmethod
+    def needs_sample(self) -> bool:
+        """Whether `shapes` must be given a row to try: a transformation may fail on zeros."""
+
+    @abstractmethod
+    def model(self) -> Any: ...
+
+    @abstractmethod
+    def parts(self) -> dict[str, bytes]: ...
+
+    @abstractmethod
+    def call_model(self, columns: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any]:
+        """(what the model takes of the feature columns, what it returns): arrays, or dicts of several by name."""
+
+    @abstractmethod
+    def shapes(self, sample: Sequence[Sequence[Any]] | None = None) -> list[Shape]:
+        """Shape of a row of each output. sample: for each input column a list of one row."""
+
+    @abstractmethod
+    def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
+        """(rows, width) for each output. columns: the rows of each input column. gpus: addresses, by Spark."""
+
+
 @dataclass(frozen=True)
-class TorchPredictor:
+class TorchPredictor(Predictor):
     """Rows in, predictions out; the module runs in evaluation mode without gradients."""
 
     packed: Packed  # a module, or a `ModuleWithTransformation`
@@ -243,7 +274,6 @@ class TorchPredictor:
 
     @property
     def needs_sample(self) -> bool:
-        """Whether the outputs' shapes can only be found with a real row: a transformation may fail on zeros."""
         return self._loaded[1] is not None
 
     @cached_property
@@ -264,17 +294,10 @@ class TorchPredictor:
     def parts(self) -> dict[str, bytes]:
         return self.packed.parts()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"packed": self.packed, "columns": self.columns}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def shapes(self, sample: Sequence[Sequence[Any]] | None = None) -> list[Shape]:
         return find_shapes(self.columns, sample, self._forward)
 
     def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
-        """columns: for each input column its rows. Returns (rows, width) for each output of the model."""
         number = choose_gpu(gpus, torch.cuda.device_count())
         forward = partial(self._forward, device="cpu" if number is None else f"cuda:{number}")
         return predict_in_batches(self.columns, columns, forward, self.shapes)
@@ -308,35 +331,3 @@ class TorchPredictor:
                     f"{type(each).__name__}."
                 )
         return [each.to(torch.float64).cpu().numpy() for each in outputs]
-
-
-# The interface between a fitted model and the trained model of any framework.
-
-
-class Predictor(Protocol):
-    """A trained model as a function of columns; pickles, for a broadcast."""
-
-    @property
-    def columns(self) -> tuple[Column, ...]: ...
-
-    def model(self) -> Any: ...
-
-    def parts(self) -> dict[str, bytes]: ...
-
-    @property
-    def needs_sample(self) -> bool:
-        """Whether `shapes` must be given a row to try."""
-        ...
-
-    def call_model(self, columns: Sequence[npt.NDArray[Any]]) -> tuple[Any, Any]:
-        """(what the model takes of the feature columns, what it returns): arrays, or dicts of several by name."""
-        ...
-
-    def shapes(self, sample: Sequence[Sequence[Any]] | None = None) -> list[Shape]:
-        """Shape of a row of each output. sample: for each input column a list of one row."""
-        ...
-
-    def predict(self, columns: Sequence[Sequence[Any]], gpus: Sequence[str] = ()) -> list[Floats]:
-        """(rows, width) for each output. columns: for each input column its rows. gpus: addresses of those that Spark
-        gave to the task."""
-        ...

@@ -61,11 +61,8 @@ class Rows(RowHandle):
         """
         from spark_elastic.estimators.dataframe_rows import find_or_write_rows
 
-        return cls(
-            *find_or_write_rows(
-                df, store, columns, row_order, missing, materialize, dict(storage_options or {})
-            )
-        )
+        options = dict(storage_options or {})
+        return cls(*find_or_write_rows(df, store, columns, row_order, missing, materialize, options))
 
     @classmethod
     def from_table(
@@ -133,9 +130,7 @@ class Rows(RowHandle):
         try:
             saved = json.loads(document)
             if saved["format"] != FORMAT:
-                raise StoreError(
-                    f"{url} has format {saved['format']}, and this release reads {FORMAT}: save the Rows again."
-                )
+                raise StoreError(f"{url} has format {saved['format']}, not {FORMAT}: save the Rows again.")
             manifest, table = Manifest.from_json(saved["manifest"]), saved.get("table")
             place, about = saved["store"], (saved["source"], saved["has_no_nan"])
         except (ValueError, KeyError, TypeError) as error:

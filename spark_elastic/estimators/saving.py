@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 from pyspark.errors import PySparkException
-from pyspark.ml.util import DefaultParamsReader, MLWriter
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.spark.host_facts import has_context
@@ -34,8 +34,18 @@ def find_metadata_session(spark: SparkSession) -> Any:
     return spark.sparkContext if has_context(spark) else spark
 
 
-class OverwritingWriter(MLWriter):
-    """A writer whose `overwrite()` needs no JVM, and that names a path that cannot be written."""
+class Writer(MLWriter):
+    """Writes an estimator or a model, whose `list_saved` says what; `overwrite()` needs no JVM."""
+
+    def __init__(self, instance: Any) -> None:
+        super().__init__()
+        self._instance = instance
+
+    def saveImpl(self, path: str) -> None:
+        extra, parameters, parts = self._instance.list_saved()
+        session, extra = find_metadata_session(self.sparkSession), {"format": FORMAT, **extra}
+        DefaultParamsWriter.saveMetadata(self._instance, path, session, extra, parameters)
+        write(self.sparkSession, path, parts)
 
     def save(self, path: Any) -> None:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
@@ -102,19 +112,27 @@ def read_metadata(spark: SparkSession, path: str, kind: type) -> dict[str, Any]:
     check_class(metadata["class"], path, kind)
     if metadata.get("format") != FORMAT:
         raise StoreError(
-            f"{path} has format {metadata.get('format')}, and this release reads {FORMAT}: load it with the release "
-            "that wrote it."
+            f"{path} has format {metadata.get('format')}, and this release reads {FORMAT}: load it with its release."
         )
     return metadata
+
+
+class Reader(MLReader[Any]):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def load(self, path: str) -> Any:
+        metadata = read_metadata(self.sparkSession, path, self._kind)
+        with name_incomplete(path, self._kind):
+            return self._kind.load_saved(metadata, read(self.sparkSession, path))
 
 
 def check_class(found: str, path: str, kind: type) -> None:
     """Raise InvalidInput if a class of another name saved what is at the path; one of the user's may derive from it."""
     name = found.rpartition(".")[2]
     if name != kind.__name__ and found.startswith(("spark_elastic.", "pyspark.", "org.apache.spark.")):
-        raise InvalidInput(
-            f"{name} saved what is at {path}, and this loads {kind.__name__}: call {name}.load() instead."
-        )
+        raise InvalidInput(f"{name} saved what is at {path}, and not {kind.__name__}: call {name}.load().")
 
 
 # A fitted model as bytes in two parts: tensors that load without running code, and the rest of the module.

@@ -11,18 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from pyspark.ml.util import MLReadable, MLReader
+from pyspark.ml.util import MLReadable
 
-from spark_elastic.estimators.elastic_estimator import ElasticEstimator, EstimatorReader
+from spark_elastic.estimators.elastic_estimator import ElasticEstimator
 from spark_elastic.estimators.fit_rows import RowSource
 from spark_elastic.estimators.fitting import Framework, train_model
 from spark_elastic.estimators.params import TorchParams, with_horovod_names
 from spark_elastic.estimators.predictor import ModuleWithTransformation, TorchPredictor
 from spark_elastic.estimators.saving import Packed, pack
 from spark_elastic.estimators.torch_model import ElasticTorchModel
-from spark_elastic.estimators.torch_objects import check_on_two_rows, check_torch_objects, find_activation
+from spark_elastic.estimators.torch_objects import check_on_two_rows, check_torch_objects
 from spark_elastic.estimators.transformer import try_shapes
-from spark_elastic.estimators.validation import FitRequest, build_request
+from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.torch.module_state import ModelStateHandler
 from spark_elastic.training.torch.spec import TorchUserObjects
@@ -46,17 +46,14 @@ def fit_torch(rows: RowSource, request: FitRequest[TorchUserObjects]) -> Elastic
     check_watched(objects, request.config.data.label_cols, rows.has_validation(request))
     result = train_model(rows, request, TORCH)
     module = load_trained_module(objects.model, result.weights)
-    if objects.transformation is None:
-        packed = pack(module)
-    else:
-        packed = pack(ModuleWithTransformation(module, objects.transformation), module)
-    predictor = TorchPredictor(packed, result.features)
+    change = objects.transformation
+    thing = module if change is None else ModuleWithTransformation(module, change)
+    predictor = TorchPredictor(pack(thing, module), result.features)
     return ElasticTorchModel(predictor, result.summary, try_shapes(predictor, result.sample))
 
 
 def load_trained_module(model: torch.nn.Module, weights: bytes) -> torch.nn.Module:
-    """A copy of the model as training left it, with the buffers that it registered, grew or replaced, in evaluation
-    mode."""
+    """A copy of the model as training left it, also in its buffers, in evaluation mode."""
     module = copy.deepcopy(model)
     ModelStateHandler(module).load(load_values(weights), np.empty(0, np.uint8))
     return module.eval()
@@ -82,17 +79,7 @@ class ElasticTorchEstimator(  # type: ignore[misc,unused-ignore]
     subclasses; JobCancelled; StoreError.
     """
 
-    @classmethod
-    def read(cls) -> MLReader[ElasticTorchEstimator]:
-        return EstimatorReader(cls)
-
-    def _fit_rows(self, rows: RowSource) -> ElasticTorchModel:
-        request = build_request(self._values, check_torch_objects)
-        activation = find_activation(self.getOrDefault("loss"))
-        self.find_output_columns(activation)
-        model = fit_torch(rows, request)
-        self._copy_params_to(model, activation)
-        return model
+    _check_objects, _train = staticmethod(check_torch_objects), staticmethod(fit_torch)
 
     def _pack_objects(self, objects: Mapping[str, Any]) -> dict[str, bytes]:
         model = self.getOrDefault("model")

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pyspark.ml.util import MLReadable, MLReader
+from pyspark.ml.util import MLReadable
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.estimators.predictor import TorchPredictor
 from spark_elastic.estimators.saving import Packed
-from spark_elastic.estimators.transformer import ElasticModel, ModelReader
+from spark_elastic.estimators.transformer import ElasticModel
 
 
 class ElasticTorchModel(ElasticModel, MLReadable["ElasticTorchModel"]):  # type: ignore[misc,unused-ignore]
@@ -31,10 +31,6 @@ class ElasticTorchModel(ElasticModel, MLReadable["ElasticTorchModel"]):  # type:
     `save` keeps the weights in a form that loads without running code; the module's architecture goes through
     cloudpickle, so that `load` must be given only paths that are trusted.
     """
-
-    @classmethod
-    def read(cls) -> MLReader[ElasticTorchModel]:
-        return ModelReader(cls)
 
     @classmethod
     def _restore_predictor(

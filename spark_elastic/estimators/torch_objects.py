@@ -54,12 +54,10 @@ from spark_elastic.training.torch.metrics import Metrics, is_accumulator, name_m
 from spark_elastic.training.torch.spec import (
     TorchUserObjects,
     build_optimizer,
-    check_steps_alone,
     make_batch_builder,
 )
 from spark_elastic.training.torch.state import check_storable
 from spark_elastic.training.torch.step import check_outputs
-from spark_elastic.training.transformation import check_transformation
 
 log = logging.getLogger("spark_elastic")
 
@@ -73,7 +71,7 @@ def check_serializable(model: torch.nn.Module) -> None:
         layer = f"layer {name!r} of the model" if name else "the model"
         if any(is_lazy(tensor) for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
             raise InvalidInput(
-                f"{layer} is lazy and has no weights yet: call the model on one row first, or give its sizes."
+                f"{layer} is lazy, without weights yet: call the model once, or give its sizes."
             )
         for parameter, tensor in part.named_parameters(recurse=False):
             if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
@@ -95,8 +93,7 @@ class _WithoutTensors(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]
         return "tensor" if isinstance(thing, torch.Tensor) else None
 
 
-# An optimizer over a copy of the model, and its schedules
-OptimizerTrial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]
+OptimizerTrial = tuple[torch.optim.Optimizer, tuple[Callback, ...]]  # over a copy of the model
 
 ACTIVATIONS: dict[Any, str] = {
     torch.nn.CrossEntropyLoss: "softmax",
@@ -107,8 +104,7 @@ ACTIVATIONS: dict[Any, str] = {
     torch.nn.functional.nll_loss: "exp",
     torch.nn.BCELoss: "probability",
     torch.nn.functional.binary_cross_entropy: "probability",
-    # Its margins are no logits, but they order classes and rows alike.
-    torch.nn.MultiMarginLoss: "softmax",
+    torch.nn.MultiMarginLoss: "softmax",  # its margins are no logits, but they order classes and rows alike
     torch.nn.functional.multi_margin_loss: "softmax",
 }
 
@@ -143,14 +139,14 @@ def check_torch_objects(values: Mapping[str, Any]) -> TorchUserObjects:
         metrics=name_metrics(values["metrics"] or ()),
         callbacks=callbacks,
         train_minibatch_fn=FUNCTION.or_none()("train_minibatch_fn", values["train_minibatch_fn"]),
-        transformation=check_transformation(values["transformation_fn"]),
+        transformation=FUNCTION.or_none()("transformation_fn", values["transformation_fn"]),
         watched=() if is_lightning(model) else watched,  # its steps may log any number
+        activation=find_activation(values["loss"]),
     )
 
 
 def find_activation(loss: Any) -> str | None:
-    """The activation that turns the inputs of the loss into probabilities; None if it is unknown, or no loss of
-    classes."""
+    """What turns the inputs of the loss into probabilities; None: unknown, or no loss of classes."""
     if isinstance(loss, list | tuple) and len(loss) == 1:
         (loss,) = loss
     if isinstance(loss, functools.partial):
@@ -172,13 +168,11 @@ def _check_model(given: Any, seed: Any) -> torch.nn.Module:
     return model
 
 
-# Hooks that run before the first forward pass.
-_FIRST_HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_begin")
+_FIRST_HOOKS = ("on_fit_begin", "on_epoch_begin", "on_step_begin")  # before the first forward pass
 
 
 def check_on_two_rows(objects: TorchUserObjects, spec: TrainSpec) -> None:
-    """Run copies of model, losses and metrics on two rows of the data. Raises InvalidInput with what fails there, or if
-    the loss compares rows."""
+    """Run copies of model, losses and metrics on two rows. InvalidInput: they fail, or the loss compares rows."""
     model = objects.model
     is_large = sum(each.nbytes for each in model.parameters()) > MAX_BYTES
     is_compiled = any(hasattr(part, "_orig_mod") for part in model.modules())  # which takes long, also here
@@ -207,11 +201,8 @@ def _run_on_rows(objects: TorchUserObjects, spec: TrainSpec, rows: StepRows) -> 
             model.train()
         part = make_batch_builder(spec, objects, model).build(transform_rows(spec, transformation, rows))
         draw_rows(model, part.row_ids, spec.config.data.seed)
-        held = {
-            each: {n: b.clone() for n, b in each.named_buffers()}
-            for each in losses
-            if isinstance(each, torch.nn.Module)
-        }
+        modules = [each for each in losses if isinstance(each, torch.nn.Module)]
+        held = {each: {name: b.clone() for name, b in each.named_buffers()} for each in modules}
         result = objects.loss_fn(spec)(model, part)
         for name, loss, label in zip(spec.config.data.label_cols, losses, part.labels, strict=False):
             wrong = label[(label < 0) | (label > 1)]  # on which torch would train in silence
@@ -284,9 +275,7 @@ def _check_dense(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided or buffer.is_quantized:
             kind = "quantized" if buffer.is_quantized else f"sparse ({buffer.layout})"
-            raise InvalidInput(
-                f"buffer {name!r} of the model is {kind}: keep it dense, or make it in forward."
-            )
+            raise InvalidInput(f"buffer {name!r} of the model is {kind}: make it dense, or in forward.")
 
 
 def _check_losses(loss: Any, labels: int, own_step: bool) -> tuple[Callable[..., Any], ...]:
@@ -366,7 +355,6 @@ def _find_watched_metrics(
     """The numbers that callbacks watch. Also checks that checkpoints can hold the state of all arguments."""
     watched = []
     check_storable(optimizer.state_dict(), type(optimizer).__name__)
-    check_steps_alone(optimizer)
     for callback in (*schedules, *callbacks):
         tried = callback
         if isinstance(callback, LearningRateSchedule):
@@ -411,8 +399,6 @@ def _check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
             )
     return found
 
-
-log = logging.getLogger("spark_elastic")
 
 Batch = LocalBatch[torch.Tensor]
 Output = tuple[str, Any]  # of a layer, with its name

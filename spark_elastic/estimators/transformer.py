@@ -1,8 +1,4 @@
-"""The fitted model: a Transformer of Spark ML around a trained model of any framework.
-
-`transform` adds a column of predictions, batch by batch in Arrow. Saving follows Spark ML's layout (`metadata/`
-beside `data/`), written through Spark, so that any path Spark can write will do and pipelines can hold the model.
-"""
+"""The fitted model: a Transformer of Spark ML around a trained model of any framework."""
 
 from __future__ import annotations
 
@@ -11,13 +7,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
-from pyspark.sql import Row, SparkSession
+from pyspark.ml.util import DefaultParamsReader, MLReader, MLWritable, MLWriter
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DateType, TimestampNTZType, TimestampType
 
@@ -46,10 +43,6 @@ from spark_elastic.estimators.params import ColumnParams
 from spark_elastic.estimators.predictor import Predictor
 from spark_elastic.monitoring.report import JobReport
 
-if TYPE_CHECKING:
-    from pyspark.sql import Column as SparkColumn
-    from pyspark.sql import DataFrame
-
 
 @dataclass(frozen=True)
 class WorldRecord:
@@ -72,8 +65,7 @@ class FitSummary:
     digest: str = ""  # checksum of the final weights
     data: str = ""  # which rows were trained on, such as the version of a table
     data_digest: str = ""  # checksum of what they were read from
-    # Where the time went, what losses cost, and the rows of each epoch; of the last `fit` of the run alone.
-    report: JobReport = field(default_factory=JobReport)
+    report: JobReport = field(default_factory=JobReport)  # of the last `fit` of the run alone
 
     @property
     def rows_per_epoch(self) -> list[int]:
@@ -106,18 +98,9 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         self._known_shapes = shapes
         self._predictor = predictor
         self._summary = summary
-        self._setDefault(
-            prediction_col="prediction",
-            probability_col="probability",
-            raw_prediction_col="rawPrediction",
-            threshold=HALF,
-            thresholds=None,
-            activation=None,
-            raw_outputs=False,
-            output_cols=None,
-            label_cols=[],
-            missing="refuse",
-        )
+        columns = {"prediction_col": "prediction", "probability_col": "probability", "label_cols": []}
+        self._setDefault(**columns, raw_prediction_col="rawPrediction", output_cols=None, raw_outputs=False)
+        self._setDefault(activation=None, threshold=HALF, thresholds=None, missing="refuse")
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -154,7 +137,29 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         return SparkSession.active().createDataFrame(worlds, "seconds double, size int, reason string")
 
     def write(self) -> MLWriter:
-        return ModelWriter(self)
+        return saving.Writer(self)
+
+    @classmethod
+    def read(cls) -> MLReader[Any]:
+        return saving.Reader(cls)
+
+    def list_saved(self) -> tuple[dict[str, Any], None, Mapping[str, bytes]]:
+        """Metadata, Spark ML's own parameters (None: all), and parts."""
+        columns = [[c.name, c.dtype, list(c.shape), c.ragged] for c in self._predictor.columns]
+        known = {"summary": self.summary.to_json(), "columns": columns, "shapes": self._known_shapes}
+        return {**known, **self._extra()}, None, self._predictor.parts()
+
+    @classmethod
+    def load_saved(cls, metadata: dict[str, Any], parts: Mapping[str, bytes]) -> Any:
+        given = metadata["columns"]
+        columns = tuple(Column(name, dtype, tuple(shape), "", ragged) for name, dtype, shape, ragged in given)
+        shapes = metadata["shapes"]  # none: not tried
+        predictor = cls._restore_predictor(parts, columns, metadata)
+        summary = FitSummary.from_json(metadata["summary"])
+        model: Any = cls(predictor, summary, None if shapes is None else list(map(tuple, shapes)))
+        model._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(model, metadata)
+        return model
 
     @classmethod
     def _restore_predictor(
@@ -187,15 +192,12 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         rows = MissingRows.of(dataset.sparkSession, (*texts, *vectors), missing)
         predict = predict_udf(ship_predictor(dataset.sparkSession, self._predictor), outputs, rows)
         predicted = predict(*columns, which)
-        if len(outputs.columns) == 1:
-            added = dataset.withColumn(outputs.columns[0], restore_nan(predicted, outputs.widths[0]))
-        else:
-            added = dataset.withColumn(_ALL, predicted)
-            for number, (name, width) in enumerate(zip(outputs.columns, outputs.widths, strict=True)):
-                field = restore_nan(F.col(_ALL).getField(name), width)
-                is_vector = outputs.contents and outputs.contents[number] != "class"
-                added = added.withColumn(name, array_to_vector(field) if is_vector else field)
-            added = added.drop(_ALL)
+        added = dataset.withColumn(_ALL, predicted)
+        for number, (name, width) in enumerate(zip(outputs.columns, outputs.widths, strict=True)):
+            field = restore_nan(F.col(_ALL).getField(name), width)
+            is_vector = outputs.contents and outputs.contents[number] != "class"
+            added = added.withColumn(name, array_to_vector(field) if is_vector else field)
+        added = added.drop(_ALL)
         return added.where(which < 0) if any(rows.drops) else added
 
     def _find_inputs(self, dataset: DataFrame) -> list[tuple[str, SparkColumn | str]]:
@@ -209,10 +211,8 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
                 f"{', '.join(before)}: name one column for each of these, in that order."
             )
         check_distinct_names(dataset, names)
-        return [
-            (name, model_input(dataset, replace(column, name=name)))
-            for column, name in zip(trained, names, strict=True)
-        ]
+        columns = [replace(column, name=name) for column, name in zip(trained, names, strict=True)]
+        return [(column.name, model_input(dataset, column)) for column in columns]
 
     def _find_shapes(
         self, dataset: DataFrame, inputs: list[SparkColumn | str], which: SparkColumn
@@ -225,8 +225,7 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         row = dataset.where(which < 0).select(*inputs).first()
         if row is None:
             raise InvalidInput(
-                "the table has no rows without missing values: with a transformation_fn the model's outputs are tried "
-                "on its first one."
+                "the table has no rows without missing values, on which a model with transformation_fn is tried."
             )
         return self._predictor.shapes([[value] for value in row])
 
@@ -265,49 +264,6 @@ def _check_new(dataset: DataFrame, names: Sequence[str]) -> None:
         )
 
 
-class ModelWriter(saving.OverwritingWriter):
-    """Metadata as Spark ML writes it, the module's parts in rows of a Parquet table."""
-
-    def __init__(self, instance: ElasticModel) -> None:
-        super().__init__()
-        self._instance = instance
-
-    def saveImpl(self, path: str) -> None:
-        model = self._instance
-        extra = {
-            "format": saving.FORMAT,
-            "summary": model.summary.to_json(),
-            "columns": [[c.name, c.dtype, list(c.shape), c.ragged] for c in model._predictor.columns],
-            "shapes": model._known_shapes,
-            **model._extra(),
-        }
-        DefaultParamsWriter.saveMetadata(
-            model, path, saving.find_metadata_session(self.sparkSession), extraMetadata=extra
-        )
-        saving.write(self.sparkSession, path, model._predictor.parts())
-
-
-class ModelReader(MLReader[Any]):
-    def __init__(self, cls: type[ElasticModel]) -> None:
-        super().__init__()
-        self._cls = cls
-
-    def load(self, path: str) -> Any:
-        metadata = saving.read_metadata(self.sparkSession, path, self._cls)
-        with saving.name_incomplete(path, self._cls):
-            columns = tuple(
-                Column(name, dtype, tuple(shape), ragged=ragged)
-                for name, dtype, shape, ragged in metadata["columns"]
-            )
-            summary = FitSummary.from_json(metadata["summary"])
-            predictor = self._cls._restore_predictor(saving.read(self.sparkSession, path), columns, metadata)
-            shapes = metadata["shapes"]  # none: not tried
-            model: Any = self._cls(predictor, summary, None if shapes is None else list(map(tuple, shapes)))
-            model._resetUid(metadata["uid"])
-            DefaultParamsReader.getAndSetParams(model, metadata)
-        return model
-
-
 # A table's columns as a fitted model takes them: checked by the schema, before any job, against the trained ones.
 #
 # What a schema cannot tell (nulls, lengths, values beyond a dtype) `stack_rows` finds in the rows. Caller's thread.
@@ -318,8 +274,8 @@ _TAKES = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "O": "O"}
 
 
 def model_input(dataset: DataFrame, column: Column) -> SparkColumn | str:
-    """The column, as it is handed to the model's Python worker: its name if it stays as it is, since each Column costs
-    several calls of the JVM. Raises InvalidInput if it is missing, or of another type than in training."""
+    """The column, as the model's Python worker gets it; its name if it stays as it is, since a Column costs calls of
+    the JVM. Raises InvalidInput if it is missing, or of another type than in training."""
     given = find_column_type(dataset.schema, column.name, transformed=True)
     spark_type = get_type(dataset.schema, column.name)
     if not _fits(given, column):

@@ -31,10 +31,8 @@ from spark_elastic.training.transformation_pool import bind_transformation
 
 log = logging.getLogger("spark_elastic")
 
-# Bytes of a model that is copied to be tried, and of a row group that is read for it. Workers alone try larger ones.
-MAX_BYTES = 1 << 28
-# Bytes of the rows as the model takes them: it may need a hundred times as many, and the driver may have little memory.
-MAX_ROW_BYTES = 1 << 26
+MAX_BYTES = 1 << 28  # of a model that is copied, or a row group that is read; workers alone try larger ones
+MAX_ROW_BYTES = 1 << 26  # of the rows as the model takes them, which may need a hundred times as many
 MORE_ROWS = 16  # on which a model is tried that fails on two: it may compare rows with one another
 MAX_TEXT = 400  # characters of an error that a sentence shows
 # Errors about what this process may lack and a worker has: devices, peers, files, compilers, servers, a step's context.
@@ -55,10 +53,8 @@ def check_runs(
     take: Callable[[StepRows], Mapping[str, Any]] = lambda rows: rows.columns,
 ) -> None:
     """Call `run` with two rows of the data and, if it fails, with more; a worker has `batch_size` at once, or fewer.
-
     Raises InvalidInput if both fail by the user's code: with the sentence of `find_cause`, else with the error of
-    `what`, and the columns as the model takes them (`take`).
-    """
+    `what`, and the columns as the model takes them (`take`)."""
     sample, most = read_rows(spec), spec.config.data.batch_size
     failures: list[tuple[StepRows, Exception]] = []
     for count in sorted({min(2, most), min(MORE_ROWS, most)}) if sample else ():
@@ -108,10 +104,8 @@ def _format(error: Exception) -> str:
 
 
 def _describe_failure(columns: Mapping[str, Any], error: Exception, what: str) -> str:
-    given = ", ".join(
-        f"{name!r} of {str(values.dtype).removeprefix('torch.')} {tuple(values.shape)}"
-        for name, values in columns.items()
-    )
+    kinds = {n: f"{str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for n, v in columns.items()}
+    given = ", ".join(f"{name!r} of {kind}" for name, kind in kinds.items())
     text = _format(error)
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
     tried = "one row" if {len(values) for values in columns.values()} == {1} else "two rows"
@@ -138,21 +132,18 @@ def transform_rows(spec: TrainSpec, transformation: Transformation | None, rows:
 
 
 def has_hook(callbacks: Iterable[Any], names: Iterable[str], known: tuple[str, ...]) -> bool:
-    """Whether one of the callbacks has one of these hooks, which may do something to the model that it needs; those of
-    modules that begin with `known` do not."""
+    """Whether a callback has one of these hooks, which the model may need; those of `known` modules do not count."""
     hooks = [getattr(callback, name) for callback in callbacks for name in names]
     return not all(str(getattr(hook, "__module__", "")).startswith(known) for hook in hooks)
 
 
 def copy_objects(things: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Copies as workers get them, which the user's code may change, with the globals of a script or notebook. What two
-    of them share stays shared."""
+    """Copies as workers get them, which the user's code may change. What two of them share stays shared."""
     copies: tuple[Any, ...] = cloudpickle.loads(cloudpickle.dumps(things))
     return copies
 
 
-# The rows of `read_rows` that a loss is tried on: each comes twice, so that labels that are compared have pairs.
-_ROWS = np.array([0, 1, 0, 0, 2, 1, 3, 2])
+_ROWS = np.array([0, 1, 0, 0, 2, 1, 3, 2])  # of `read_rows`, each twice: labels that are compared have pairs
 _DRAWS = 8  # tries of a loss that draws random numbers
 STEP_ADVICE = "set loss_scope='step' to compare all rows of each step"
 TOLERANCE, TOLERANCE_16 = 1e-3, 3e-2  # of rounding, relative to the loss; the second for numbers of 16 bits
@@ -182,10 +173,8 @@ class LossTrial:
     # The loss of a part of the rows, given the seed for what it draws, and whether the outputs (or the weights) are
     # moved: where those of a new model are all zero, a loss that compares them shows nothing.
     measure: Callable[[slice, int, bool], PartLoss]
-    # Finds the layer whose output for a row depends on other rows; None: there is none that is not warned of anyway.
-    find_layer: Callable[[], str | None]
-    # Whether `measure` computes the loss alone, of outputs that the model has computed of all rows.
-    is_apart: bool
+    find_layer: Callable[[], str | None]  # finds a layer whose output for a row depends on other rows
+    is_apart: bool  # whether `measure` computes the loss alone, of outputs of all rows
     tolerance: float  # how far equal losses may differ by rounding
 
 

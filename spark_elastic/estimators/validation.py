@@ -1,7 +1,6 @@
 """From the parameters of an estimator to one checked request; each mistake is one sentence, before any Spark job.
 
-`FitConfig` checks what training needs; here are the parameters of the driver alone. The objects of the user are
-checked in `torch_objects.py` and `keras_objects.py`.
+`FitConfig` checks what training needs; here are the parameters of the driver alone.
 """
 
 from __future__ import annotations
@@ -36,16 +35,13 @@ class FitRequest(Generic[O]):
     config: FitConfig  # the parameters of the training, which the workers receive as they are
     objects: O  # the user's model, optimizer, losses and so on
     store: str | None = None  # url or path of the store; None: a folder of this machine
-    # fsspec's options for the store, which may hold credentials.
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # fsspec's, for the store
     missing: MissingValues = field(default_factory=MissingValues)  # what happens to rows with nulls and NaN
-    # Whether a DataFrame's rows are written to the store: "auto", "always" or "never".
-    materialize: str = "auto"
+    materialize: str = "auto"  # whether a DataFrame's rows are written: "auto", "always" or "never"
     run_id: str | None = None  # name of the run in the store; None: a new one
     verbose: int = 1  # 0: silent; 1: progress and what workers print; 2: also the log
     keep_data: bool = False  # whether the written rows stay in the store for later fits
-    # Called on the driver with each report of progress.
-    on_progress: Callable[[Mapping[str, Any]], None] | None = None
+    on_progress: Callable[[Mapping[str, Any]], None] | None = None  # gets each report of progress
     elastic: ElasticConfig = field(default_factory=ElasticConfig)  # Ports, addresses, time limits
 
 
@@ -57,14 +53,15 @@ MODEL_FACTORY_LOCK = threading.RLock()
 def build_request(
     values: Mapping[str, Any], check_objects: Callable[[Mapping[str, Any]], O]
 ) -> FitRequest[O]:
-    """Check the parameters of an estimator, by name; `check_objects` those that are objects. Raises InvalidInput with
-    the first mistake."""
+    """Check the parameters of an estimator, by name; `check_objects` those that are objects."""
     config = FitConfig.from_params(values)
-    objects = _reshape_inputs(check_objects(values), config)
+    objects, shapes = check_objects(values), config.data.input_shapes
+    if shapes is not None and objects.transformation is not None:  # they are of what it returns
+        named = dict(zip(config.data.feature_cols, shapes, strict=True))
+        change = {"transformation": reshape_results(objects.transformation, named)}
+        objects = dataclasses.replace(objects, **change)  # type: ignore[type-var]
     if config.transformation.transformation_workers and objects.transformation is None:
-        raise InvalidInput(
-            "transformation_workers apply transformation_fn, which is missing: give it, or leave them out."
-        )
+        raise InvalidInput("transformation_workers apply transformation_fn, which is missing: give both.")
     store, run_id = values["store"], values["run_id"]
     if run_id is not None:
         owned_run.check_name(run_id)
@@ -83,17 +80,6 @@ def build_request(
     )
 
 
-def _reshape_inputs(objects: O, config: FitConfig) -> O:
-    """With a transformation, `input_shapes` are the shapes of what it returns."""
-    if config.data.input_shapes is None or objects.transformation is None:
-        return objects
-    shapes = dict(zip(config.data.feature_cols, config.data.input_shapes, strict=True))
-    found: O = dataclasses.replace(  # type: ignore[type-var]
-        objects, transformation=reshape_results(objects.transformation, shapes)
-    )
-    return found
-
-
 @contextmanager
 def name_failing(parameter: str) -> Iterator[None]:
     """A user's function that raises inside the block raises an InvalidInput with the name of its parameter."""
@@ -109,8 +95,7 @@ def name_failing(parameter: str) -> Iterator[None]:
 
 
 def build_model(given: Any, kind: type[M], words: str) -> M:
-    """The user's model, or what the user's function makes, with the random numbers that the caller has seeded. Raises
-    InvalidInput if it is no model of that kind, or the function fails."""
+    """The user's model, or what the user's function makes, with the random numbers that the caller has seeded."""
     if not isinstance(given, kind) and not isinstance(given, type) and callable(given):
         with name_failing("model"):
             given = given()

@@ -61,13 +61,9 @@ def build_buckets(
     groups: Sequence[Sequence[int]] = (),
     skip: Container[int] = (),
 ) -> tuple[Bucket, ...]:
-    """Return buckets of about `bucket_bytes` in the order in which they are summed.
-
-    Args:
-        bucket_bytes: a larger parameter has a bucket of its own.
-        groups: numbers of parameters that lie in one bucket (for each dtype), whatever its size.
-        skip: numbers of parameters that lie in no bucket.
-    """
+    """Return buckets of about `bucket_bytes`, in the order in which they are summed; a larger parameter has its own.
+    groups: numbers of parameters that lie in one bucket (for each dtype), whatever its size. skip: of those that lie
+    in none."""
     grouped = {index for group in groups for index in group}
     free = [i for i in reversed(range(len(specs))) if i not in grouped and i not in skip]
     buckets = _pack(specs, free, bucket_bytes)

@@ -59,8 +59,6 @@ class Readiness(IntEnum):
 
 
 class BulkPlane:
-    """The bulk plane of one group of the engine."""
-
     def __init__(
         self, group: Group, device: torch.device, backend: str, get_stores: Callable[[], tuple[Any, ...]]
     ) -> None:
@@ -104,8 +102,7 @@ class BulkPlane:
     def exchange_readiness(self, deadline: float = math.inf) -> tuple[list[int], bool]:
         """Tell all ranks how far this one is; switch if all are ready, and give the plane up if one has failed.
         Collective over the engine; not called again once `is_settled`. Returns the progress of all ranks, and whether
-        the deadline of a rank has passed: all ranks see it in the same exchange, since one that gave up by its own
-        clock would leave the others waiting."""
+        the deadline of any has passed: one that gave up by its own clock would leave the others waiting."""
         own = Readiness.PENDING
         if self._built.is_set():
             own = Readiness.FAILED if self._problem else Readiness.READY
@@ -206,8 +203,7 @@ class BulkSums:
         self._error: Exception | None = None
 
     def launch(self, start: Callable[[Any], Any]) -> None:
-        """Begin a collective. In the thread that completed its operands, in the same order on all ranks. start: takes
-        the process group of the plane, and returns the collective's `Work`."""
+        """Begin a collective, in the same order on all ranks. start: gets the process group, and returns a `Work`."""
         if self._error is None:
             try:
                 self._works.append(start(self._plane.process_group))
@@ -312,8 +308,6 @@ def _check_devices(store: Any, rank: int, size: int, device: torch.device) -> No
 
 
 class _Planes(list[BulkPlane]):
-    """The bulk planes of one world."""
-
     def close(self) -> None:
         """Give all planes up, since the world has ended. Does not wait for their communicators."""
         for plane in self:

@@ -75,7 +75,6 @@ class ExhaustedMemoryAdvice:
     """A context that says what to change where the memory of the GPU does not suffice; each step enters it."""
 
     def __init__(self, advice: str) -> None:
-        """advice: the settings, in words."""
         self._advice = advice
 
     def __enter__(self) -> None: ...
@@ -98,7 +97,6 @@ class HostCopy:
             self._copied.record()
 
     def wait(self) -> list[torch.Tensor]:
-        """Wait for the device, and return the tensors, on the host."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -121,13 +119,11 @@ class SnapshotCopy:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
     def begin(self, tensor: torch.Tensor, memory: npt.NDArray[np.uint8]) -> None:
-        """Begin to copy a tensor to its piece of the memory."""
         if tensor.numel():
             target = torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
             target.copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait for all copies that were begun."""
         get_device_module(self._device).current_stream().synchronize()
 
 
@@ -148,7 +144,6 @@ class HostSum:
         self._numbers.append(float(detached) if detached.device == CPU else HostCopy([detached]))
 
     def compute(self) -> float:
-        """The sum. Waits for the device."""
         total = 0.0
         for number in self._numbers:
             total += number if isinstance(number, float) else float(number.wait()[0])
@@ -172,21 +167,17 @@ class DeviceCopier:
             return pinned.to(self._device, non_blocking=True).to(dtype)
 
     def record(self) -> Arrival:
-        """The arrival of everything that is being copied."""
         arrived = self._module.Event()
         arrived.record(self._stream)
         return Arrival(self._module, arrived)
 
 
 class Arrival:
-    """The end of copies to a device."""
-
     def __init__(self, module: Any, arrived: Any) -> None:
         self._module, self._arrived = module, arrived
 
     def wait(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have the computation that is launched from now on wait for the copies; this thread does not wait. tensors:
-        what was copied and will be used."""
+        """Have what is computed from now on wait for the copies of these tensors; this thread does not."""
         stream = self._module.current_stream()
         stream.wait_event(self._arrived)
         for tensor in tensors:

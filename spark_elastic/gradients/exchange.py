@@ -71,20 +71,15 @@ class GradientExchange:
         return self._exchanged.parameters
 
     def clear_and_begin(self, group: Group | None, passes: int, division: Division | None = None) -> None:
-        """Drop all gradients and begin a step.
-
-        Args:
-            group: None trains alone.
-            passes: backward passes until `finish`; 0 on a rank without rows.
-            division: of the virtual shares among the ranks; None: equally.
-        """
+        """Drop all gradients and begin a step. group: None trains alone. passes: backward passes until `finish`; 0 on a
+        rank without rows. division: of the virtual shares among the ranks; None: equally."""
         self.clear()
         self.begin_with_gradients(group, passes, division)
 
     def begin_with_gradients(
         self, group: Group | None, passes: int, division: Division | None = None
     ) -> None:
-        """Begin a step that includes the gradients that are there. Arguments as for `clear_and_begin`."""
+        """As `clear_and_begin`, with the gradients that are there."""
         self.abandon()
         begins_world = group is not self.group
         if self._exchanged.follow_flags(begins_world):
@@ -102,7 +97,6 @@ class GradientExchange:
         self._follow_parameters()
 
     def _follow_parameters(self) -> None:
-        """Take in other parameters, between two steps. Gradients stay."""
         self.mode.hand_over([None] * len(self.mode.views))
         self._sparse, self._laid_out_for = frozenset(), None
         self.mode = LocalMode(self._exchanged.lay_out(self._options, self._sparse))
@@ -156,7 +150,6 @@ class GradientExchange:
         self.mode.begin_share(passes, observe)
 
     def end_share(self) -> None:
-        """End it: see `ShareMode.end_share`."""
         assert isinstance(self.mode, ShareMode)
         self.mode.end_share()
 
@@ -189,12 +182,11 @@ class GradientExchange:
         self.mode.finish()
 
     def abandon(self) -> None:
-        """Give up the open step, if any; nothing of it is in progress when this returns. If buckets were launched, the
-        group is aborted, since the peers wait for the rest."""
+        """Give up the open step, if any. Where buckets were launched the group is aborted, since peers wait for the
+        rest."""
         self.mode.abandon()
 
     def scale(self, factor: float) -> None:
-        """Multiply all gradients by `factor`."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)

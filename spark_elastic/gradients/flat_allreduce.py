@@ -21,7 +21,6 @@ ALIGN = 64  # bytes: every array begins at a multiple of it
 
 
 def allocate_aligned(nbytes: int) -> Bytes:
-    """Return zeros that begin at a multiple of ALIGN."""
     whole = np.zeros(nbytes + ALIGN, np.uint8)
     begin = -whole.ctypes.data % ALIGN
     return whole[begin : begin + nbytes]
@@ -54,9 +53,8 @@ class FlatBuffer:
         self.flat: list[Array] = [memory[begin:end].view(kind) for kind, (begin, end) in ranges.items()]
         # One array per shape, in the order of `shapes`: the same memory as `flat`.
         pieces = [memory[slice(*spans[index])] for index in range(len(kinds))]
-        self.views: list[Array] = [
-            piece.view(kind).reshape(shape) for piece, kind, shape in zip(pieces, kinds, shapes, strict=True)
-        ]
+        forms = zip(pieces, kinds, shapes, strict=True)
+        self.views: list[Array] = [piece.view(kind).reshape(shape) for piece, kind, shape in forms]
 
     def fill(self, arrays: Sequence[Array | None]) -> None:
         """Copy arrays in; None stands for zeros."""
@@ -97,5 +95,4 @@ class FlatAllreduce:
         return self._buffer.views
 
     def close(self) -> None:
-        """Release the memory."""
         self._group = self._buffer = None

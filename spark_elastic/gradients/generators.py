@@ -28,7 +28,6 @@ def get_generators() -> tuple[Any, ...]:
 
 
 def set_generators(states: tuple[Any, ...]) -> None:
-    """Set all generators to what `get_generators` returned."""
     python, numpy, torch_cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)
@@ -56,20 +55,19 @@ def get_device_rng_state() -> torch.Tensor | None:
 
 
 def set_device_rng_state(state: torch.Tensor | None) -> None:
-    """Set what `get_device_rng_state` returned."""
     module = _find_device_module()
     if module is not None and state is not None:
         module.set_rng_state(state)
 
 
 def _find_device_module() -> Any:
-    """torch's module of the worker's device; None: that is the CPU, or a GPU that this torch cannot use, or that this
-    process cannot, since a DataLoader has forked it."""
+    """torch's module of the worker's device, or of a GPU that the program has begun to use; None: that is the CPU, or a
+    GPU that this torch cannot use, or that this process cannot, since a DataLoader has forked it."""
     kind = get_process_context().device
-    if kind == "cpu" or torch.utils.data.get_worker_info() is not None:
+    if torch.utils.data.get_worker_info() is not None or (kind == "cuda" and not torch.cuda.is_available()):
         return None
-    if kind == "cuda" and not torch.cuda.is_available():
-        return None
+    if kind == "cpu":
+        return torch.cuda if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return getattr(torch, kind)
 
 

@@ -36,7 +36,6 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy on the CPU."""
     dense = _detach(tensor)
     on_gpu = dense.device.type == "cuda"
     if on_gpu:
@@ -77,8 +76,6 @@ def _find_numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 class _Memory:
-    """The memory of a tensor, for numpy."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor  # which keeps the memory
         self.__array_interface__ = {
@@ -117,7 +114,6 @@ def tensor_of(array: Array, like: torch.Tensor) -> torch.Tensor:
 
 
 def copy_back(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Copy `result` into `tensor`, unless it is the same memory."""
     if result.data_ptr() != tensor.data_ptr() or result.device != tensor.device:
         with torch.no_grad():
             tensor.copy_(result)
@@ -152,11 +148,9 @@ class Operand:
         return view_memory(self.flat)
 
     def rows(self, count: int) -> Array:
-        """`array` with that many rows of equal length."""
         return self.array.reshape(count, -1) if self.flat.numel() else np.empty((count, 0), self.array.dtype)
 
     def copy(self) -> Operand:
-        """An operand with the same values in memory of its own."""
         return Operand(self.flat.clone())
 
     def write_back(self) -> None:
@@ -170,8 +164,6 @@ class Operand:
 
 @dataclass(frozen=True)
 class TorchReduction:
-    """A reduction that torch asked for."""
-
     name: str  # torch's, such as "SUM"
     factor: float | torch.Tensor = 1.0  # on each rank's operand (PREMUL_SUM); a tensor broadcasts
 
@@ -208,7 +200,6 @@ class TorchReduction:
             )
 
     def allreduce(self, group: Group, operands: Sequence[Operand]) -> None:
-        """Reduce the operands over all ranks, in place."""
         if self.name in BITWISE_OPS:
             for operand in operands:
                 BITWISE_OPS[self.name].reduce(group.allgather(operand.array), axis=0, out=operand.array)
@@ -218,10 +209,7 @@ class TorchReduction:
         for operand in operands:
             by_dtype.setdefault(get_dtype_name(operand.dtype), []).append(operand.array)
         for dtype, arrays in by_dtype.items():
-            if len(arrays) == 1:
-                group.allreduce(arrays[0], ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
-            else:
-                group.grouped_allreduce(arrays, ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
+            group.grouped_allreduce(arrays, ENGINE_OPS[self.name], dtype=dtype, scale=self._scale)
 
     def reducescatter(self, group: Group, operand: Operand, out: Operand) -> None:
         """Reduce equal parts of the operand, one for each rank; `out` receives this rank's."""

@@ -70,7 +70,6 @@ class ExchangedParameters:
         self._select(self._first)
 
     def replace(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        """Take other parameters: groups were added or removed."""
         self._named = list(named)
         own = {id(parameter) for _, parameter in self._named}
         self._first = {name: parameter for name, parameter in self._first.items() if id(parameter) in own}
@@ -111,7 +110,7 @@ Views = list[torch.Tensor | None]  # by parameter; None: it lies in no bucket
 def cut_views(
     parameters: Sequence[torch.nn.Parameter], buckets: Sequence[Bucket], flats: Sequence[torch.Tensor]
 ) -> Views:
-    """Return the place of each parameter's gradient. flats: memory of the buckets."""
+    """The place of each parameter's gradient in the memory of the buckets."""
     views: Views = [None] * len(parameters)
     for bucket, flat in zip(buckets, flats, strict=True):
         for part in bucket.slices:
@@ -126,8 +125,7 @@ class BucketMemory:
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[Bucket], group: Group | None
     ) -> None:
-        """All ranks of `group` must call it at the same place among their collectives. group: None: memory of this
-        process alone."""
+        """All ranks of `group` call it at the same place among their collectives. group: None: this process alone."""
         self.buckets = buckets
         # By number of the parameter: that of its bucket.
         self.bucket_of = {

@@ -42,25 +42,21 @@ class LocalMode:
         self._arrivals: list[int] = []  # by parameter: passes that have added a gradient
 
     def begin(self, passes: int, thread: CollectiveThread, timeline: Timeline | None) -> None:
-        """Begin a step of that many backward passes. thread: runs its collectives."""
         count = len(self.layout.parameters)
         self._passes, self._arrivals = passes, [0] * count
         self.present, self.found_sparse = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         self.has_open_step, self._launched = True, 0
 
     def on_gradient(self, index: int) -> None:
-        """Take a gradient that a backward pass has added. Called in the hook."""
         self._count(index)
         self._place_gradient(index)
 
     def finish(self) -> None:
-        """Bring all gradients to their sums: see `GradientExchange.finish`."""
         self._place_absent()
         self.has_open_step = False
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any gradient of the newest step is still there."""
         return any(self.layout.parameters[i].grad is not None for i in self.present.nonzero()[0].tolist())
 
     @property
@@ -69,11 +65,10 @@ class LocalMode:
         return self.has_open_step and self._launched > 0
 
     def abandon(self) -> None:
-        """Give up the open step, if any; nothing of it is in progress when this returns."""
         self.has_open_step = self.in_share = False
 
     def hand_over(self, views: Views) -> None:
-        """Move the gradients that lie in this mode's memory to the views of another one, or to memory of their own."""
+        """Move the gradients in this mode's memory to the views of another one, or to memory of their own."""
         for parameter, own, view in zip(self.layout.parameters, self.views, views, strict=True):
             if own is not None and parameter.grad is own:
                 parameter.grad = own.clone() if view is None else view.copy_(own)
@@ -137,9 +132,8 @@ class HostMode(LocalMode):
         may_overlap: Callable[[], bool],
         memory: BucketMemory | None = None,
     ) -> None:
-        """group: None: this process trains alone, and nothing is launched; for virtual shares only. may_overlap:
-        whether complete buckets are launched while backward runs, and not only in `finish`. memory: None: one of its
-        own."""
+        """group: None: this process trains alone, with virtual shares. may_overlap: whether complete buckets are
+        launched while backward runs, and not only in `finish`. memory: None: one of its own."""
         super().__init__(layout)
         self._memory = BucketMemory(layout.parameters, layout.buckets, group) if memory is None else memory
         self.views = self._memory.views
@@ -167,8 +161,11 @@ class HostMode(LocalMode):
         self._check_unchanged(self.views)
         self._place_absent()
         self._launch_rest()
-        for index in sorted(self.layout.sparse):
-            self._launch_sparse(index)
+        for index in sorted(self.layout.sparse):  # they lie in no bucket
+            self._compare_once()
+            parameter = self.layout.parameters[index]
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self._reducer.launch_sparse(index, coalesce_rows(self.layout.names[index], gradient))
         self._complete_buckets()
         for index, gradient in self._reducer.sparse_results.items():
             self.layout.parameters[index].grad = gradient
@@ -213,13 +210,6 @@ class HostMode(LocalMode):
             self._launch_next_bucket()
         self._reducer.reduce_last_bucket()
 
-    def _launch_sparse(self, index: int) -> None:
-        """Sum a gradient that lies in no bucket."""
-        self._compare_once()
-        parameter = self.layout.parameters[index]
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        self._reducer.launch_sparse(index, coalesce_rows(self.layout.names[index], gradient))
-
     def _complete_buckets(self) -> None:
         self._reducer.complete_buckets()
 
@@ -242,7 +232,6 @@ class HostMode(LocalMode):
 
 
 def make_change_error(name: str = "") -> InvalidInput:
-    """Gradients were changed after backward. name: of a parameter near the change."""
     return InvalidInput(
         f"gradients were changed between backward() and step(){f', at parameter {name!r}' if name else ''}: call "
         "optimizer.synchronize() before they are clipped or unscaled, and then optimizer.step() or "
@@ -267,18 +256,15 @@ def can_carry_messages(layout: GradientLayout, group: Group, message_bytes: int)
 
 class OneBucketMode(LocalMode):
     """Of a world whose gradients lie in one bucket of the host's memory: `finish` moves them there when backward is
-    over, and `carry` sums them, in one exchange a step.
+    over, since nothing could overlap with it, and `carry` sums them, in one exchange a step.
 
-    The bucket is complete only with the last gradient: nothing could overlap with backward, and no hook follows it.
     What the ranks tell each other at the end of the step (R6, step summary) lies behind the gradients, one byte an
     element: each rank writes its own, and the sum with the zeros of the others has them all, exact in every dtype and
-    on every wire.
-    """
+    on every wire."""
 
     follows_backward = False
 
     def __init__(self, layout: GradientLayout, group: Group, message_bytes: int) -> None:
-        """message_bytes: of each rank's message; the same on all ranks."""
         super().__init__(layout)
         dtype, end = np.dtype(layout.buckets[0].dtype), layout.buckets[0].numel
         memory = group.buffer((end + group.size * message_bytes) * dtype.itemsize)

@@ -27,9 +27,6 @@ class SingleProcessGroup:
     fence = (0, 0)
     timeout = 60.0
 
-    def allreduce(self, array: Array, op: str = "sum", **how: Any) -> None:
-        array[...] = self.reducescatter(array, op, how.get("dtype"), None, how.get("scale", (1.0, 1.0)))
-
     def grouped_allreduce(self, arrays: Sequence[Array], op: str, *how: Any) -> None:
         for array in arrays:
             array[...] = self.reducescatter(array, op, *how)
@@ -122,7 +119,7 @@ class _GlobalProcessSet(ProcessSet):
         return "ProcessSet(process_set_id=0, all ranks)"
 
 
-global_process_set = _GlobalProcessSet()
+ALL = global_process_set = _GlobalProcessSet()  # all ranks of the world; the second name is Horovod's
 
 
 @dataclass
@@ -166,12 +163,12 @@ def reset_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]] = ()) 
         remove_process_set(former)
     registry.newest = 0
     for process_set in process_sets:
-        if process_set is not global_process_set:
+        if process_set is not ALL:
             add_process_set(process_set)
 
 
 def _get_sets() -> dict[int, ProcessSet]:
-    return {0: global_process_set, **_get_registry().added}
+    return {0: ALL, **_get_registry().added}
 
 
 def is_added(process_set: ProcessSet) -> bool:

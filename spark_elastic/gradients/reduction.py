@@ -12,7 +12,7 @@ from typing import Any
 from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.buckets import BUCKET_BYTES
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet
 
 Scale = tuple[float, float]  # factors before and after a reduction
 
@@ -71,7 +71,6 @@ Product = ReduceOp.PRODUCT
 
 
 def resolve_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """Return the reduction that the two arguments stand for."""
     if average is not None and op is not None:
         raise InvalidInput("take either average or op; op is the newer one: leave average out.")
     if op is not None and not isinstance(op, ReduceOp):
@@ -86,7 +85,7 @@ class ReduceOptions:
     op: ReduceOp  # over the ranks of `process_set`
     scale: Scale = (1.0, 1.0)  # factors before and after the reduction
     compression: type[Compressor] = NoneCompressor  # while arrays travel; results have the arrays' type
-    process_set: ProcessSet = global_process_set  # the ranks that take part
+    process_set: ProcessSet = ALL  # the ranks that take part
 
     @classmethod
     def from_args(

@@ -195,8 +195,8 @@ class ShareMode(HostMode):
         self._shares.begin()
 
     def begin_share(self, passes: int | None, observe: Observe | None) -> None:
-        """Begin this rank's next virtual share. passes: backward passes until `end_share`; None: as given when the step
-        began. observe: called with the number of each parameter and its gradient of the share."""
+        """Begin this rank's next virtual share. passes: backward passes until `end_share`; None: as given when the
+        step began. observe: called with the number of each parameter and its gradient of the share."""
         self._shares_left -= 1
         self.in_share, self._observe = True, observe
         self._arrivals = [0] * len(self._arrivals)
@@ -257,7 +257,6 @@ class ShareMode(HostMode):
             self._record_write(index)
 
     def _sum_listed(self) -> None:
-        """Add the rows that the sparse gradients of all shares list."""
         parameters, group = self.layout.parameters, self._group
         listed = self.found_sparse  # and on any rank
         if group is not None:
@@ -281,7 +280,6 @@ class ShareMode(HostMode):
                 parameters[index].grad = self._reducer.sparse_results[index]
 
     def _concatenate(self, index: int) -> torch.Tensor:
-        """The rows that the sparse gradients of this rank's shares list."""
         parameter, parts = self.layout.parameters[index], self._listed.get(index, [])
         parts = parts or [coalesce_rows(self.layout.names[index], torch.zeros_like(parameter))]
         rows = torch.cat([part.indices() for part in parts], dim=1)

@@ -121,7 +121,6 @@ class StepReducer:
             self._newest.result()
 
     def complete_buckets(self) -> None:
-        """Wait for the sums of all buckets, and have them where the gradients are."""
         self.wait()
         for flat, copy in self._copies:
             (host,) = copy.wait()
@@ -129,7 +128,6 @@ class StepReducer:
                 flat.copy_(host, non_blocking=True)
 
     def drain(self) -> None:
-        """Wait until all work is done or has failed."""
         if self._newest is not None:
             self._newest.exception()
 
@@ -170,7 +168,6 @@ def describe(layout: GradientLayout) -> list[str]:
 
 
 def first_difference(first: Sequence[str], other: Sequence[str], rank: int) -> str:
-    """Return a sentence with the first line in which rank 0 and that rank differ."""
     for number, (a, b) in enumerate(zip_longest(first, other, fillvalue="no more")):
         if a != b:
             count = max(len(first), len(other)) - 1
@@ -228,8 +225,6 @@ def watch_collective(
 
 
 class _CollectiveWatch:
-    """May be entered again: each step does."""
-
     def __init__(self, group: Group, names: Callable[[], Sequence[str]], options: ExchangeOptions) -> None:
         self._group, self._names = group, names
         self._warn_after, self._wait_at_most = options.warn_after, options.wait_at_most

@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,25 +22,15 @@ Bytes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 
 
-class _Header(NamedTuple):
-    """The numbers of a summary as they travel. numpy's record types would take five times as long."""
-
-    attempt: int  # of the fence
-    generation: int  # of the fence
-    epoch: int  # of the position, as the next two
-    phase: int  # `Phase`
-    step: int  # from 0 in each phase
-    layout: int  # hash of how gradients are cut into buckets
-    version: int  # as `MembershipVersion.encode` has it
-    rows: int  # of this rank
-    loss: float  # sum over these rows
-    denominator: float  # this rank's part
-    seconds: float  # 0.0: not measured
-    wants_stop: bool  # rank 0's counts
-    has_weight: bool  # False: all of the rank's rows have a sample weight of 0
-
-
+# The numbers of a summary as they travel. numpy's record types would take five times as long. After those of `_SAME`:
+# version, rows, loss, denominator, seconds, wants_stop, has_weight.
 _FORMAT = struct.Struct("<QQqqqQqqddd??")
+# What all ranks have in common, by what is wrong if they do not.
+_SAME = {
+    "worlds": ("attempt", "generation"),
+    "positions": ("epoch", "phase", "step"),
+    "models or gradient layouts": ("layout",),
+}
 
 
 class StepSummary(NamedTuple):
@@ -60,8 +50,6 @@ class StepSummary(NamedTuple):
 
 
 class StepDecision(NamedTuple):
-    """What all ranks conclude; the same everywhere."""
-
     version: MembershipVersion  # the newest that any rank knows
     rows: int  # of all ranks
     loss: float  # sum over all rows
@@ -82,17 +70,14 @@ class StepDecision(NamedTuple):
 
 
 def count_summary_bytes(parameters: int) -> int:
-    """Of the summary of a step that trains so many parameters, as it travels."""
     return _FORMAT.size + -(-2 * parameters // 8)
 
 
 def exchange_summaries(
     group: Group, mine: StepSummary, gather: Callable[[Bytes], Bytes] | None = None
 ) -> StepDecision:
-    """Send this rank's summary, and decide from those of all ranks. Collective.
-
-    Args:
-        gather: exchanges the bytes of all ranks, (size, bytes); None: the group does.
+    """Send this rank's summary, and decide from those of all ranks. Collective. gather: exchanges the bytes of all
+    ranks, (size, bytes); None: the group does.
 
     Raises:
         MismatchError: ranks stand at different positions or cut their gradients differently; on every rank alike.
@@ -110,7 +95,7 @@ def exchange_summaries(
     blobs = [whole[begin : begin + length] for begin in range(0, len(whole), length)]
     headers = [_FORMAT.unpack_from(blob) for blob in blobs]
     if len({blob[:48] for blob in blobs}) > 1:  # the bytes before `version` are the same on all ranks
-        _refuse_disagreement(group, [_Header(*numbers) for numbers in headers])
+        _refuse_disagreement(group, headers)
     *_, versions, rows, losses, denominators, seconds, stops, weights = zip(*headers, strict=True)
     present = mine.present
     if {blob[_FORMAT.size :] for blob in blobs} != {packed}:  # most steps have the same flags everywhere
@@ -126,17 +111,14 @@ def exchange_summaries(
 
 @lru_cache(maxsize=4)  # most steps have the flags of the step before
 def _pack_flags(present: bytes, found_sparse: bytes) -> bytes:
-    """Eight flags a byte; given one a byte."""
     return np.packbits(np.frombuffer(present + found_sparse, np.bool_)).tobytes()
 
 
-def _refuse_disagreement(group: Group, headers: Sequence[_Header]) -> None:
-    for fields, what in (
-        (("attempt", "generation"), "worlds"),
-        (("epoch", "phase", "step"), "positions"),
-        (("layout",), "models or gradient layouts"),
-    ):
-        values = [tuple(getattr(header, name) for name in fields) for header in headers]
+def _refuse_disagreement(group: Group, headers: Sequence[tuple[Any, ...]]) -> None:
+    end = 0
+    for what, fields in _SAME.items():
+        begin, end = end, end + len(fields)
+        values = [header[begin:end] for header in headers]
         odd = [rank for rank, its_values in enumerate(values) if its_values != values[0]]
         if odd:
             pairs = {rank: zip(fields, values[rank], strict=True) for rank in (0, *odd)}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from elastic_collectives import CollectiveError
 from spark_elastic.errors import StaleGeneration
+from spark_elastic.protocol.messages import DriverRequest
 from spark_elastic.rendezvous.messages import (
     MAX_POLL_SECONDS,
     CompareAndSet,
@@ -26,7 +27,7 @@ from spark_elastic.rendezvous.messages import (
 from spark_elastic.rendezvous.server_state import name_generation_scope
 from spark_elastic.worker.context import WorkerContext
 
-T = TypeVar("T")
+R = TypeVar("R")
 _Store: Any = dist.Store  # type: ignore[attr-defined]
 
 PREFIX = "torch/"  # of the keys: the world's scope has others
@@ -50,7 +51,7 @@ class DriverStore(_Store):  # type: ignore[misc]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         request = SetValues(self._scope, tuple(map(_prefix, keys)), tuple(map(_encode, values)))
-        self._in_world(lambda: self._driver.ask(request))
+        self._ask(request)
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -64,7 +65,7 @@ class DriverStore(_Store):  # type: ignore[misc]
 
     def check(self, keys: Sequence[str]) -> bool:
         request = GetValues(self._scope, tuple(map(_prefix, keys)))
-        return None not in self._in_world(lambda: self._driver.ask(request)).values
+        return None not in self._ask(request).values
 
     def add(self, key: str, value: int) -> int:
         return int(self._change(key, lambda now: str(int(now or b"0") + value).encode()) or b"0")
@@ -81,8 +82,7 @@ class DriverStore(_Store):  # type: ignore[misc]
     deleteKey, getNumKeys = delete_key, num_keys  # the names that C++ calls
 
     def list_keys(self) -> list[str]:
-        reply = self._in_world(lambda: self._driver.ask(ListKeys(self._scope, PREFIX)))
-        return [key.removeprefix(PREFIX) for key in reply.keys]
+        return [key.removeprefix(PREFIX) for key in self._ask(ListKeys(self._scope, PREFIX)).keys]
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         """Set the value if it is `expected`, or if there is none and `expected` is empty. Returns the value then."""
@@ -101,7 +101,7 @@ class DriverStore(_Store):  # type: ignore[misc]
     def _change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bytes | None:
         """Replace the value by what `change` makes of it. Returns the new value, or the old one if there is none."""
         request = GetValues(self._scope, (_prefix(key),))
-        now = self._in_world(lambda: self._driver.ask(request)).values[0]
+        now = self._ask(request).values[0]
         while True:
             new = change(now)
             reply = self._compare_and_set(key, now, new)
@@ -110,8 +110,7 @@ class DriverStore(_Store):  # type: ignore[misc]
             now = reply.value
 
     def _compare_and_set(self, key: str, expected: bytes | None, desired: bytes | None) -> Comparison:
-        request = CompareAndSet(self._scope, _prefix(key), expected, desired, uuid.uuid4().hex)
-        return self._in_world(lambda: self._driver.ask(request))
+        return self._ask(CompareAndSet(self._scope, _prefix(key), expected, desired, uuid.uuid4().hex))
 
     def _wait(self, keys: list[str], timeout: timedelta) -> list[bytes]:
         request = GetValues(self._scope, tuple(map(_prefix, keys)), wait=True)
@@ -119,8 +118,7 @@ class DriverStore(_Store):  # type: ignore[misc]
         with self._worker.wait_recorder.record_wait():
             while True:
                 left = max(0.0, deadline - self._driver.now())
-                hold = min(MAX_POLL_SECONDS, left)
-                found = self._in_world(lambda hold=hold: self._driver.ask(request, hold)).values  # type: ignore[misc]
+                found = self._ask(request, min(MAX_POLL_SECONDS, left)).values
                 missing = [key for key, value in zip(keys, found, strict=True) if value is None]
                 if not missing:
                     return [value for value in found if value is not None]
@@ -129,9 +127,9 @@ class DriverStore(_Store):  # type: ignore[misc]
                         f"no rank has set {', '.join(missing)} within {timeout.total_seconds():g} s."
                     )
 
-    def _in_world(self, ask: Callable[[], T]) -> T:
+    def _ask(self, request: DriverRequest[R], hold: float = 0.0) -> R:
         try:
-            return ask()
+            return self._driver.ask(request, hold)
         except StaleGeneration as error:
             raise CollectiveError((), f"the world of this store has ended: {error}") from error
 

@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 
 class Timeline:
-    """An open trace file."""
-
     def __init__(self, path: str, mark_cycles: bool = False, append: bool = False) -> None:
         """mark_cycles: mark the beginning of each round, too. append: continue the file of a former rank 0."""
         try:
@@ -57,7 +55,6 @@ class Timeline:
         self._write_spans(label, ("QUEUE", requested, announced), negotiation, (kind.upper(), begin, end))
 
     def write_gradients(self, label: str, nbytes: int, complete: float, begin: float, end: float) -> None:
-        """Write a gradient bucket that was complete at `complete` and was summed from `begin` to `end`."""
         self._write_spans(label, ("QUEUE", complete, begin), ("ALLREDUCE", begin, end), bytes=nbytes)
 
     def _write_spans(self, label: str, *spans: tuple[str, float, float], **details: int) -> None:
@@ -68,7 +65,6 @@ class Timeline:
                 self._write({**event, "pid": row} | ({"args": details} if details else {}))
 
     def mark_round(self, now: float) -> None:
-        """Mark the beginning of a round."""
         if self._mark_cycles:
             with self._lock:
                 self._write({"name": "CYCLE_START", "ph": "i", "ts": now * 1e6, "pid": 0, "s": "g"})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from spark_elastic.checks import COUNT, WHOLE, make_choice, make_whole
+from spark_elastic.checks import COUNT, FUNCTION, WHOLE, make_choice, make_whole
 from spark_elastic.data.plan import (
     DataPlan,
     Division,
@@ -41,7 +40,6 @@ from spark_elastic.handwritten.row_batches import RowBatches, RowStream, SeededR
 from spark_elastic.handwritten.session import get_session
 from spark_elastic.runs.handlers import StateDictHandler
 from spark_elastic.training.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
-from spark_elastic.training.transformation import check_transformation
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.session import ENTERED, STATE
 
@@ -162,7 +160,7 @@ class ElasticDataLoader:
             collate = options.pop("collate_fn", None)
             if collate is None and isinstance(dataset, RowDataset):
                 collate = default_collate
-            function = check_transformation(transformation_fn)
+            function = FUNCTION.or_none()("transformation_fn", transformation_fn)
             read = self._table = RowBatches(table, self.seed, function, collate, determinism)
             options["collate_fn"] = pass_batch
         elif determinism is not None:
@@ -270,15 +268,10 @@ class ElasticDataLoader:
 
     def _settings(self) -> dict[str, Any]:
         table = self._table
-        return {
-            "rows": self._rows,
-            **({} if table is None else {"data": table.rows.manifest.hash, "lanes": self._plan.lanes}),
-            "global_batch_size": self.global_batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-            **({"virtual_shares": self.virtual_shares} if self.virtual_shares else {}),
-        }
+        of_table = {} if table is None else {"data": table.rows.manifest.hash, "lanes": self._plan.lanes}
+        names = ["global_batch_size", "seed", "shuffle", "drop_last"]
+        names += ["virtual_shares"] if self.virtual_shares else []
+        return {"rows": self._rows, **of_table, **{name: getattr(self, name) for name in names}}
 
     def _get_batch_rows(self) -> tuple[int, int, int]:
         if self._batch_rows is None:
@@ -322,7 +315,6 @@ class ElasticDataLoader:
         return self._plan.count_step_rows(self.step)
 
     def _count_fewest_rows(self) -> int:
-        """Rows of the smallest step."""
         return self._plan.base_rows
 
     def _order_epoch(self) -> tuple[Int64s | None, EpochPermutation]:
@@ -370,8 +362,6 @@ class _BatchSampler:
 
 
 class _Iteration(Iterator[Any]):
-    """One `for` over a loader."""
-
     def __init__(self, loader: ElasticDataLoader, batches: Iterator[Any], own: int, ranks: int) -> None:
         self._loader = loader
         self._batches: Iterator[Any] | None = batches  # None: over
@@ -413,8 +403,6 @@ class _Iteration(Iterator[Any]):
 
 
 class _ShareIteration(_Iteration):
-    """One `for` over a loader in bitwise mode."""
-
     _newest: StepShares | None = None
 
     def __next__(self) -> StepShares:
@@ -471,27 +459,12 @@ class StepShares:
             for sync in loader._synced:
                 sync.begin_share()
             loader._batch_rows = high - low, self._planned, 1
-            with seeded_rng(*self._key, share), _seeded_gpus(*self._key, share):
+            with seeded_rng(*self._key, share):
                 yield batch
             loader._batch_rows = None
             for sync in loader._synced:
                 sync.end_share()
         self.is_complete = True
-
-
-@contextmanager
-def _seeded_gpus(*key: int) -> Iterator[None]:
-    """`seeded_rng` for the generators of all GPUs, once something has used them."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield
-        return
-    saved = torch.cuda.get_rng_state_all()
-    uniform = draw_uniform(np.array([0]), 1, *key)
-    torch.cuda.manual_seed_all(int(uniform[0, 0] * 2**53))
-    try:
-        yield
-    finally:
-        torch.cuda.set_rng_state_all(saved)
 
 
 def _divide(

@@ -11,6 +11,7 @@ import logging
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +39,12 @@ from spark_elastic.protocol.types import START, Checkpoint
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.runs.handlers import Registry, SamplerStateHandler, SnapshotHandler
 from spark_elastic.runs.snapshot import Bytes, PickleCodec, Snapshot, SnapshotBuilder, broadcast_snapshot
-from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler, view_bytes
+from spark_elastic.training.torch.module_state import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    map_leaves,
+    view_bytes,
+)
 
 try:
     if torch.__version__.startswith("2.6."):
@@ -270,7 +276,6 @@ class FSDPState(ObjectState):
                 callback()
 
     def _build_values(self) -> None:
-        """Call `build`, in place of what it made in the world before."""
         for name in self._built:
             del self._handlers[name]
             object.__delattr__(self, name)
@@ -294,7 +299,6 @@ class FSDPState(ObjectState):
             self._built.append(name)
 
     def _load_values(self, common: Snapshot) -> None:
-        """What does not depend on the world."""
         names = [name for name in self._handlers if name not in self._built]
         plain = pickle.loads(common.values[PLAIN])
         if set(plain) != set(self._plain) or not set(names) <= set(common.values):
@@ -321,7 +325,6 @@ class FSDPState(ObjectState):
 
 
 def _wait_for_idle_group(session: WorkerSession) -> Group:
-    """The world's group, once no other thread calls it."""
     session.wait_until_idle()
     return session.group
 
@@ -338,7 +341,6 @@ class _PieceRef(NamedTuple):
 
 
 def _add_piece(builder: SnapshotBuilder, tensor: DTensor, what: str) -> _PieceRef:
-    """Add this rank's rows to the commit."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if placements != (Shard(0),) or mesh.mesh.tolist() != list(range(dist.get_world_size())):
         raise InvalidInput(
@@ -417,24 +419,22 @@ class DividedOptimizerHandler(OptimizerStateHandler, DividedHandler):
             for parameter in group["params"]:
                 state = self.value.state.get(parameter)
                 if state is not None:
-                    self.value.state[parameter] = self._divide(state, parameter)
+                    self.value.state[parameter] = map_leaves(
+                        state, partial(self._divide, parameter=parameter)
+                    )
 
-    def _divide(self, value: Any, parameter: torch.Tensor) -> Any:
-        """Replace each reference by a tensor that is divided as its parameter is."""
-        if isinstance(value, _PieceRef):
-            if not isinstance(parameter, DTensor):
-                raise InvalidInput("build(state) divides other parameters than before: build the same model.")
-            own = _read_piece(value, self.pieces).clone().to(parameter.to_local().device)
-            shape, stride = torch.Size(value.shape), torch.empty(value.shape, device="meta").stride()
-            mesh, placements = parameter.device_mesh, parameter.placements
-            return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
-        if isinstance(value, dict):
-            return {key: self._divide(item, parameter) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._divide(item, parameter) for item in value)
-        return value
+    def _divide(self, leaf: Any, parameter: torch.Tensor) -> Any:
+        """A tensor that is divided as its parameter is, in place of a reference."""
+        if not isinstance(leaf, _PieceRef):
+            return leaf
+        if not isinstance(parameter, DTensor):
+            raise InvalidInput("build(state) divides other parameters than before: build the same model.")
+        own = _read_piece(leaf, self.pieces).clone().to(parameter.to_local().device)
+        shape, stride = torch.Size(leaf.shape), torch.empty(leaf.shape, device="meta").stride()
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    def _add_tensors(self, value: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
-        if isinstance(value, DTensor):
-            return _add_piece(builder, value, "the optimizer's state")
-        return super()._add_tensors(value, builder, deferred=deferred)
+    def _add_leaf(self, leaf: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
+        if isinstance(leaf, DTensor):
+            return _add_piece(builder, leaf, "the optimizer's state")
+        return super()._add_leaf(leaf, builder, deferred=deferred)

@@ -168,7 +168,6 @@ class State(ABC):
         """The function begins in a process that is no worker."""
 
     def attach(self, session: WorkerSession | None) -> None:
-        """Use a worker's session; None detaches."""
         if session is not None and session.checkpointer is not None and not self.takes_checkpoints:
             raise InvalidInput(
                 "run_id= needs a state that checkpoints can hold, an ObjectState or a class derived from it, such as "

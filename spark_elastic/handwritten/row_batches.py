@@ -71,7 +71,6 @@ class RowBatches:
         return self.make(key, numbers, self._access.take(numbers))
 
     def make(self, key: Sequence[int], numbers: Int64s, columns: Mapping[str, Any]) -> Any:
-        """A batch of rows that were read."""
         is_bitwise = self._determinism == "bitwise"
         with seeded_rng(self._seed, *key, -1) if is_bitwise else nullcontext():  # not what the model draws
             if self._transformation is not None:

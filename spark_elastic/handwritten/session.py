@@ -29,11 +29,12 @@ MARKED = "marked"  # key of the process's values: this worker has told the drive
 
 
 class WorkerSession:
-    """The current worker, whose context is another one in each world."""
-
     def __init__(self, handle: WorkerHandle) -> None:
         self._handle = handle
         self.process_values: dict[str, Any] = handle.process_values  # outlive one call of the user's function
+        # Writes checkpoints, and reads those of the run; None in a job without them.
+        self.checkpointer: Checkpointer | None = handle.process_values.get(CHECKPOINTER)
+        self.snapshot_reader: SnapshotReader | None = handle.process_values.get(SNAPSHOT_READER)
         self._agreed_version = INITIAL_VERSION  # newest membership version that all ranks know
 
     @property
@@ -48,20 +49,7 @@ class WorkerSession:
 
     @property
     def address(self) -> str:
-        """Of this worker's machine."""
         return _require_context().address
-
-    @property
-    def checkpointer(self) -> Checkpointer | None:
-        """Writes checkpoints; None in a job without them."""
-        checkpointer: Checkpointer | None = self.process_values.get(CHECKPOINTER)
-        return checkpointer
-
-    @property
-    def snapshot_reader(self) -> SnapshotReader | None:
-        """Reads the run's checkpoints; None in a job without them."""
-        reader: SnapshotReader | None = self.process_values.get(SNAPSHOT_READER)
-        return reader
 
     def wait_until_idle(self) -> None:
         """Wait until no other thread calls the group's collectives."""
@@ -94,7 +82,6 @@ class WorkerSession:
         return self._agreed_version.update
 
     def is_job_ending(self) -> bool:
-        """Whether the stop that all ranks agreed on is the end of the job."""
         return self._agreed_version.job_ends
 
     def enter_loop(self) -> None:

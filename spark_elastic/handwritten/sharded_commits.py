@@ -51,13 +51,10 @@ def get_shard_range(rows: int, size: int, rank: int) -> tuple[int, int]:
 
 
 class DividedTensor(NamedTuple):
-    """A tensor whose rows are divided over the ranks."""
-
     rows: int  # of all ranks together
     row_bytes: int  # bytes of a row
 
     def count_piece_bytes(self, size: int, rank: int) -> int:
-        """The bytes of a rank's rows."""
         begin, end = get_shard_range(self.rows, size, rank)
         return (end - begin) * self.row_bytes
 
@@ -125,16 +122,12 @@ class CommitKey(NamedTuple):
 
 @dataclass(frozen=True)
 class RestorableCommit:
-    """A commit of which each shard is there."""
-
     key: CommitKey  # the newest that is whole
     senders: tuple[int, ...]  # for each of its shards the rank of the present world that sends it
 
 
 @dataclass(frozen=True)
 class LostCommit:
-    """A commit of which shards are gone, with all of their copies."""
-
     key: CommitKey  # the newest that is known
     shards: tuple[int, ...]  # the numbers of those shards
 
@@ -185,8 +178,6 @@ class ShardBuilder(SnapshotBuilder):
 
 @dataclass
 class ShardedCommit:
-    """What this process holds of one commit."""
-
     key: CommitKey  # its size is the number of shards
     common: Snapshot  # what all ranks have alike
     places: Sequence[Place]  # where the ranks of its world ran
@@ -283,8 +274,7 @@ class ShardedCommits:
                     log.warning(
                         "shard %d of commit %d is damaged in this worker's memory, and is not used: have the memory of "
                         "this machine tested",
-                        shard,
-                        commit.key.number,
+                        *(shard, commit.key.number),
                     )
 
     def gather_loss_description(self, group: Group, lost: LostCommit) -> str:
@@ -316,7 +306,6 @@ class ShardedCommits:
         return common
 
     def divide(self, group: Group, chosen: RestorableCommit, common: Snapshot) -> list[Bytes]:
-        """This rank's pieces of all tensors of the chosen commit, divided anew over the group."""
         return self._redistribute(group, chosen, list_tensors(common), group.size, group.rank)
 
     def gather(self, group: Group, target: int) -> Snapshot | None:
@@ -390,7 +379,6 @@ class _Move:
                     yield number, shard, begin, end
 
     def slice(self, piece: Bytes, number: int, begin: int, end: int, size: int, part: int) -> Bytes:
-        """These rows of a tensor, in its piece that is part `part` of `size`."""
         rows, row_bytes = self._tensors[number]
         first = get_shard_range(rows, size, part)[0]
         return piece[(begin - first) * row_bytes : (end - first) * row_bytes]
@@ -425,7 +413,6 @@ def _require_checksum(group: Group, arrived: Bytes, checksum: int, what: str) ->
 
 
 def _move_checked(group: Group, sent: Bytes, splits: list[int]) -> Bytes:
-    """`alltoall` of bytes, verified by checksums."""
     received, lengths = group.alltoall(sent, splits)
     each = [1] * group.size
     checksums = np.array([_compute_checksum(part) for part in split(sent, splits)], np.uint64)
@@ -436,7 +423,6 @@ def _move_checked(group: Group, sent: Bytes, splits: list[int]) -> Bytes:
 
 
 def _batch(tensors: Sequence[DividedTensor]) -> Iterator[list[int]]:
-    """Numbers of tensors that are exchanged together."""
     batch: list[int] = []
     nbytes = 0
     for number, tensor in enumerate(tensors):

@@ -250,7 +250,6 @@ def _is_training_alone() -> bool:
 
 @lru_cache(maxsize=8)
 def _warn_once(sentence: str) -> None:
-    """Once per process."""
     log.warning("%s", sentence)
 
 

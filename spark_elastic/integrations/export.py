@@ -133,14 +133,9 @@ def log_fit(
         mlflow.log_dict(json.loads(model.summary.report.to_json()), "fit_report.json")
         is_torch = isinstance(model._predictor, TorchPredictor)
         flavor = importlib.import_module("mlflow.pytorch" if is_torch else "mlflow.keras")
-        fitted = model.getModel()
-        return flavor.log_model(
-            fitted,
-            signature=signature,
-            registered_model_name=registered_model_name,
-            pip_requirements=list_requirements(fitted, is_torch),
-            **_choose_arguments(flavor, name),
-        )
+        fitted, how = model.getModel(), _choose_arguments(flavor, name)
+        how |= {"signature": signature, "registered_model_name": registered_model_name}
+        return flavor.log_model(fitted, pip_requirements=list_requirements(fitted, is_torch), **how)
 
 
 def describe_params(estimator: ElasticEstimator) -> dict[str, str]:
@@ -196,7 +191,7 @@ def make_signature(model: ElasticModel) -> Any:
     return importlib.import_module("mlflow.models").infer_signature(given, returned)
 
 
-def _choose_arguments(flavor: Any, name: str) -> dict[str, str]:
+def _choose_arguments(flavor: Any, name: str) -> dict[str, Any]:
     """Those that depend on MLflow's release."""
     takes = inspect.signature(flavor.log_model).parameters
     named = {"name" if "name" in takes else "artifact_path": name}  # before MLflow 3

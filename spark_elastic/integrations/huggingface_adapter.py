@@ -138,8 +138,6 @@ class TrainerProgress(TrainerAdapter, TrainerCallback):  # type: ignore[misc]
 
 
 class RankLoss:
-    """What one training makes of the losses of its batches."""
-
     def __init__(self, trainer: Any, adapter: TrainerAdapter, gathered: Sequence[str]) -> None:
         # Names of outputs and inputs that the loss gets for the rows of all ranks.
         self._gathered = gathered
@@ -209,11 +207,8 @@ class RankLoss:
             if across is False and not self._gathered:
                 remedy = "give the trainer gather_rows=('sentence_embedding', 'label')"
                 remedy = "give it gather_across_devices=True" if in_parts else remedy
-                log.warning(
-                    "%s compares the rows of one rank alone, so weights depend on the world: %s.",
-                    name,
-                    remedy,
-                )
+                sentence = "%s compares the rows of one rank alone, so weights depend on the world: %s."
+                log.warning(sentence, name, remedy)
 
     def gather_outputs(self, model: Any, given: Any, outputs: Any) -> Any:
         return self._gather(outputs) if isinstance(outputs, Mapping) else outputs
@@ -261,7 +256,6 @@ def _depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
 
 
 def check_training(trainer: Any, trial: Any) -> None:
-    """Refuse what cannot be elastic."""
     if trial is not None:
         raise InvalidInput("ElasticTrainer searches no hyperparameters: start one training for each trial.")
     if trainer.is_deepspeed_enabled:

@@ -121,13 +121,12 @@ class SampledDataLoader(ElasticDataLoader):
                 f"{type(sampler).__name__} gives other batches each time it is asked for those of an epoch, so another "
                 "worker cannot repeat them: let its set_epoch(epoch) seed whatever it draws from."
             )
-        if len(self._drawn[1]) > len(sampler):  # the Trainer would leave rows out without a word
+        counts = len(self._drawn[1]), len(sampler)
+        if counts[0] > counts[1]:  # the Trainer would leave rows out without a word
             log.warning(
                 "%s makes %d batches of an epoch, of which the Trainer takes %d, as its len() says: the rows of "
                 "the others are left out. For NO_DUPLICATES, lower global_batch_size or remove rows that are alike.",
-                type(sampler).__name__,
-                len(self._drawn[1]),
-                len(sampler),
+                *(type(sampler).__name__, *counts),
             )
 
     def __len__(self) -> int:

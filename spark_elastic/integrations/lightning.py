@@ -9,13 +9,15 @@ Training thread only.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import pickle
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,35 +35,41 @@ from spark_elastic.runs.snapshot import Kept, SnapshotBuilder, pickle_value
 from spark_elastic.training.torch.module_state import FrozenCopies, ModelStateHandler, OptimizerStateHandler
 from spark_elastic.worker.context import get_context
 
-
-def _choose_package() -> str:
-    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-        return "pytorch_lightning"
-    return "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
-
-
-def import_lightning(module: str) -> Any:
-    return importlib.import_module(f"{_PACKAGE}.{module}")
-
-
-_PACKAGE = _choose_package()
-try:
-    _EpochLoop: Any = import_lightning("loops.training_epoch_loop")._TrainingEpochLoop
-    _FitLoop: Any = import_lightning("loops.fit_loop")._FitLoop
-    _ = _FitLoop.restarted_mid_epoch
-except AttributeError:
-    raise InvalidInput("ElasticStrategy needs Lightning 2.6 or newer: pip install -U lightning.") from None
-
-
-_ClusterEnvironment: Any = import_lightning("plugins.environments").ClusterEnvironment
-_DDPStrategy: Any = import_lightning("strategies").DDPStrategy
-_ParallelStrategy: Any = import_lightning("strategies").ParallelStrategy
-_ModelParallelStrategy: Any = import_lightning("strategies").ModelParallelStrategy
-_Launcher: Any = import_lightning("strategies.launchers.launcher")._Launcher
-
+_Methods: Any = object  # for mypy: those of a class of Lightning's
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters.keys() - {"self", "module"}
-
 COMMIT = "the newest commit, in memory"  # in place of a checkpoint's path
+
+
+class _Joined(_Methods):  # type: ignore[misc]
+    """Its objects are also those of Lightning's class `base`, from the package that the program uses: it has imported
+    that when it makes the object, but not yet when a fork server imports this module."""
+
+    base = ""  # module:class
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        kind: Any = cls
+        return super().__new__(_join(kind))
+
+
+@cache
+def _join(kind: Any) -> Any:
+    base = import_lightning(kind.base)
+    if issubclass(kind, base):
+        return kind
+    return type(base)(kind.__name__, (kind, base), {"__module__": kind.__module__})
+
+
+def import_lightning(text: str) -> Any:
+    """Import a class of the package that the program uses. text: module:class."""
+    module, name = text.split(":")
+    return getattr(importlib.import_module(f"{_choose_package()}.{module}"), name)
+
+
+@cache
+def _choose_package() -> str:
+    names = "lightning.pytorch", "pytorch_lightning"
+    installed = names[0] if find_spec("lightning") else names[1]
+    return next((name for name in names if name in sys.modules), installed)
 
 
 class LightningFit(TrainerAdapter):
@@ -196,9 +204,10 @@ class LightningFit(TrainerAdapter):
         return True
 
 
-class _ElasticFitLoop(_FitLoop):  # type: ignore[misc]
+class _ElasticFitLoop(_Joined):
     """Lightning's loop over epochs; commits at the start of training and at the end of each epoch."""
 
+    base = "loops.fit_loop:_FitLoop"
     adapter: LightningFit
 
     def run(self) -> None:
@@ -224,9 +233,10 @@ class _ElasticFitLoop(_FitLoop):  # type: ignore[misc]
         self.adapter.commit()
 
 
-class _ElasticEpochLoop(_EpochLoop):  # type: ignore[misc]
+class _ElasticEpochLoop(_Joined):
     """Lightning's loop over batches; commits between two of them, after all that Lightning does for the first."""
 
+    base = "loops.training_epoch_loop:_TrainingEpochLoop"
     adapter: LightningFit
 
     def reset(self) -> None:
@@ -247,26 +257,29 @@ class _ElasticEpochLoop(_EpochLoop):  # type: ignore[misc]
 
 
 def _replace_loops(trainer: Any, adapter: LightningFit) -> None:
-    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    if not isinstance(fit, _ElasticFitLoop):
-        if type(fit) is not _FitLoop or type(epoch) is not _EpochLoop:
-            raise InvalidInput(
-                "ElasticStrategy brings its own loops: leave the Trainer's fit_loop as it was made."
-            )
-        fit.__class__, epoch.__class__ = _ElasticFitLoop, _ElasticEpochLoop
-    fit.adapter = epoch.adapter = adapter
+    loops = {trainer.fit_loop: _ElasticFitLoop, trainer.fit_loop.epoch_loop: _ElasticEpochLoop}
+    for loop, kind in loops.items():
+        if not isinstance(loop, kind):
+            if type(loop) is not import_lightning(kind.base):
+                raise InvalidInput(
+                    "ElasticStrategy brings its own loops: leave the Trainer's fit_loop as it was made."
+                )
+            loop.__class__ = _join(kind)
+        loop.adapter = adapter
 
 
 # ---- strategies
 
 
-class _Elastic(_ParallelStrategy):  # type: ignore[misc]
+class _Elastic(_Joined):
     """What a strategy of Lightning's needs to be elastic, however it divides the work."""
 
     strategy_name = "elastic"
     restore_checkpoint_after_setup = True  # model and optimizers have their final types and places by then
 
     def __init__(self, commit_every: int, timeout: timedelta | None, **options: Any) -> None:
+        if not hasattr(import_lightning(_ElasticFitLoop.base), "restarted_mid_epoch"):
+            raise InvalidInput("ElasticStrategy needs Lightning 2.6 or newer: pip install -U lightning.")
         self._adapter = LightningFit(self, commit_every)
         waits = {} if timeout is None else {"timeout": timeout}
         super().__init__(**waits, **options)
@@ -340,13 +353,15 @@ class _Elastic(_ParallelStrategy):  # type: ignore[misc]
         return super().load_checkpoint(checkpoint_path, weights_only)
 
 
-class ElasticStrategy(_Elastic, _DDPStrategy):  # type: ignore[misc]
+class ElasticStrategy(_Elastic):
     """`Trainer(strategy=ElasticStrategy())`: a `fit` that survives the loss of workers, on CPUs or on GPUs.
 
     The rows come from one `ElasticDataLoader`, so that each comes once per epoch and weights do not depend on the
     world. `training_step` returns the mean loss of its rows; the gradients are then those of the mean over the rows of
     all ranks. Outside of a job, the Trainer trains in this process alone.
     """
+
+    base = "strategies:DDPStrategy"
 
     def __init__(self, commit_every: int = 1, timeout: timedelta | None = None, **options: Any) -> None:
         """
@@ -388,9 +403,11 @@ class ElasticStrategy(_Elastic, _DDPStrategy):  # type: ignore[misc]
         return super().training_step(*args, **options)
 
 
-class ElasticModelParallelStrategy(_Elastic, _ModelParallelStrategy):  # type: ignore[misc]
+class ElasticModelParallelStrategy(_Elastic):
     """As `ElasticStrategy`, for a model of which no worker has the whole: `configure_model` of the LightningModule
     divides it by `fully_shard(part, mesh=self.device_mesh["data_parallel"])`, in each world anew."""
+
+    base = "strategies:ModelParallelStrategy"
 
     def __init__(
         self,
@@ -427,9 +444,10 @@ class ElasticModelParallelStrategy(_Elastic, _ModelParallelStrategy):  # type: i
             dist.init_process_group(timeout=self._timeout)
 
 
-class _ElasticLauncher(_Launcher):  # type: ignore[misc]
+class _ElasticLauncher(_Joined):
     """Through it the Trainer calls what `fit`, `validate`, `test` and `predict` do."""
 
+    base = "strategies.launchers.launcher:_Launcher"
     is_interactive_compatible = True
 
     def __init__(self, adapter: LightningFit) -> None:
@@ -444,9 +462,10 @@ class _ElasticLauncher(_Launcher):  # type: ignore[misc]
         """Nothing: the job owns the processes."""
 
 
-class _ElasticEnvironment(_ClusterEnvironment):  # type: ignore[misc]
+class _ElasticEnvironment(_Joined):
     """The world of this worker, as it is now."""
 
+    base = "plugins.environments:ClusterEnvironment"
     creates_processes_externally = True
     main_address, main_port = "", 0  # there is no such port: torch's store is the driver's
     world_size, global_rank, local_rank = staticmethod(size), staticmethod(rank), staticmethod(local_rank)

@@ -33,11 +33,21 @@ MOST_WAITING = 50 * REQUEST  # of more, the newest are kept
 class _Counting(Callback, ABC):
     """Counts the steps of all epochs. every: steps from one point of a curve to the next."""
 
+    _module, _package = "", ""  # what it imports on every executor, and from which package
+
     def __init__(self, every: int) -> None:
         if every < 1:
             raise InvalidInput(f"every must be a number of steps of at least 1; got {every!r}.")
         self.steps = 0
         self._every = every
+
+    def on_fit_begin(self, training: Training) -> None:
+        self._import()
+
+    def _import(self, part: str = "") -> Any:
+        return require_package(
+            self._module + part, f"{type(self).__name__}, on every executor,", self._package
+        )
 
     def on_step_end(self, training: Training, logs: Logs) -> None:
         self.steps += 1
@@ -60,19 +70,17 @@ class TensorBoardLogger(_Counting):
     log_dir: a folder that every executor sees, or a place that TensorBoard can write to.
     """
 
+    _module, _package = "torch.utils.tensorboard", "tensorboard"
+
     def __init__(self, log_dir: str, every: int = 10) -> None:
         super().__init__(every)
         self._log_dir = log_dir
         self._writer: Any = None
 
-    def on_fit_begin(self, training: Training) -> None:
-        _require("torch.utils.tensorboard", "tensorboard", self)
-
     def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
         if self._writer is None:
-            module = _require("torch.utils.tensorboard", "tensorboard", self)
             # What a rank 0 that was lost had written of later steps does not count.
-            self._writer = module.SummaryWriter(self._log_dir, purge_step=self.steps)
+            self._writer = self._import().SummaryWriter(self._log_dir, purge_step=self.steps)
         for name, value in values.items():
             self._writer.add_scalar(f"{kind}/{name}", value, at)
         if kind == "epoch":
@@ -142,6 +150,8 @@ class MLflowLogger(_Remote):
     `spark_elastic.estimators.mlflow_fit.log_fit` adds parameters, data, environment and model to the same run.
     """
 
+    _module, _package = "mlflow", "mlflow-skinny"
+
     def __init__(
         self, tracking_uri: str, experiment: str, run_name: str | None = None, every: int = 10
     ) -> None:
@@ -156,11 +166,8 @@ class MLflowLogger(_Remote):
     def tracking_uri(self) -> str:
         return self._tracking_uri
 
-    def on_fit_begin(self, training: Training) -> None:
-        _require("mlflow", "mlflow-skinny", self)
-
     def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
-        entities = _require("mlflow.entities", "mlflow-skinny", self)
+        entities = self._import(".entities")
         now = int(SystemClock().wall() * 1000)
         for name, value in values.items():
             self._waiting.append(entities.Metric(f"{kind}_{name}", value, now, at))
@@ -168,13 +175,13 @@ class MLflowLogger(_Remote):
 
     def find_run(self) -> str | None:
         """The id of the run, also on the driver; None while there is none. Asks the tracking server."""
-        client = _require("mlflow", "mlflow-skinny", self).MlflowClient(self._tracking_uri)
+        client = self._import().MlflowClient(self._tracking_uri)
         found = client.get_experiment_by_name(self._experiment)
         runs = found and client.search_runs([found.experiment_id], f"tags.spark_elastic = '{self.key}'")
         return str(runs[0].info.run_id) if runs else None
 
     def open_run(self) -> str:
-        self._client = _require("mlflow", "mlflow-skinny", self).MlflowClient(self._tracking_uri)
+        self._client = self._import().MlflowClient(self._tracking_uri)
         run = self.find_run()
         if run is not None:
             return run
@@ -202,6 +209,7 @@ class WandbLogger(_Remote):
     and one warning, never the training.
     """
 
+    _module = _package = "wandb"
     _server = "W&B"
 
     def __init__(self, project: str, every: int = 10, **options: Any) -> None:
@@ -209,16 +217,12 @@ class WandbLogger(_Remote):
         self.key = uuid.uuid4().hex[:16]  # the run's id, by which a later rank 0 continues it
         self._project, self._options = project, options
 
-    def on_fit_begin(self, training: Training) -> None:
-        _require("wandb", "wandb", self)
-
     def write(self, kind: str, values: Mapping[str, float], at: int) -> None:
         row = {f"{kind}/{name}": value for name, value in values.items()}
         self.submit(lambda: self._run.log({**row, kind: at}))
 
     def open_run(self) -> Any:
-        wandb = _require("wandb", "wandb", self)
-        run = wandb.init(project=self._project, id=self.key, resume="allow", **self._options)
+        run = self._import().init(project=self._project, id=self.key, resume="allow", **self._options)
         for kind in ("step", "epoch"):  # points stand where the training was, whichever worker wrote them
             run.define_metric(kind, hidden=True)
             run.define_metric(f"{kind}/*", step_metric=kind)
@@ -232,7 +236,3 @@ def numbers(logs: Logs) -> dict[str, float]:
     """What can be a point of a curve."""
     found = {name: value for name, value in logs.items() if name not in PLACE and not isinstance(value, bool)}
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
-
-
-def _require(module: str, package: str, callback: Callback) -> Any:
-    return require_package(module, f"{type(callback).__name__}, on every executor,", package)

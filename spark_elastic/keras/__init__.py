@@ -14,7 +14,6 @@ _SHARED = "spark_elastic.horovod.ops.horovod_names"
 _DEFINED = {
     "keras.optimizer": "DistributedOptimizer PartialDistributedOptimizer load_model",
     "keras.values": "allgather allreduce broadcast broadcast_global_variables broadcast_variables reducescatter",
-    "ops.compression": "Compression",
     "ops.operations": "allgather_object broadcast_object",
 }
 _EXPORTS = {
@@ -23,42 +22,22 @@ _EXPORTS = {
 _MODULES = ("callbacks", "elastic")
 
 if TYPE_CHECKING:
-    from spark_elastic.horovod.keras import callbacks, elastic
+    from spark_elastic.horovod.keras import callbacks as callbacks
+    from spark_elastic.horovod.keras import elastic as elastic
+    from spark_elastic.horovod.keras.optimizer import DistributedOptimizer as DistributedOptimizer
     from spark_elastic.horovod.keras.optimizer import (
-        DistributedOptimizer,
-        PartialDistributedOptimizer,
-        load_model,
+        PartialDistributedOptimizer as PartialDistributedOptimizer,
     )
-    from spark_elastic.horovod.keras.values import (
-        allgather,
-        allreduce,
-        broadcast,
-        broadcast_global_variables,
-        broadcast_variables,
-        reducescatter,
-    )
-    from spark_elastic.horovod.ops import horovod_names
-    from spark_elastic.horovod.ops.compression import Compression
+    from spark_elastic.horovod.keras.optimizer import load_model as load_model
+    from spark_elastic.horovod.keras.values import allgather as allgather
+    from spark_elastic.horovod.keras.values import allreduce as allreduce
+    from spark_elastic.horovod.keras.values import broadcast as broadcast
+    from spark_elastic.horovod.keras.values import broadcast_global_variables as broadcast_global_variables
+    from spark_elastic.horovod.keras.values import broadcast_variables as broadcast_variables
+    from spark_elastic.horovod.keras.values import reducescatter as reducescatter
     from spark_elastic.horovod.ops.horovod_names import *
-    from spark_elastic.horovod.ops.operations import allgather_object, broadcast_object
-
-    __all__ = [
-        "Compression",
-        "DistributedOptimizer",
-        "PartialDistributedOptimizer",
-        "allgather",
-        "allgather_object",
-        "allreduce",
-        "broadcast",
-        "broadcast_global_variables",
-        "broadcast_object",
-        "broadcast_variables",
-        "callbacks",
-        "elastic",
-        "load_model",
-        "reducescatter",
-    ]
-    __all__ += horovod_names.__all__
+    from spark_elastic.horovod.ops.operations import allgather_object as allgather_object
+    from spark_elastic.horovod.ops.operations import broadcast_object as broadcast_object
 
 
 def __getattr__(name: str) -> object:
@@ -66,13 +45,9 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"{__name__}.{name}")
     if name.startswith("__") and name != "__all__":  # `inspect` looks them up in every module
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object
-    if name in _EXPORTS:
-        value = getattr(importlib.import_module(_EXPORTS[name]), name)
-    else:
-        value = _import_shared(name)
-    globals()[name] = value
-    return value
+    own = name in _EXPORTS
+    globals()[name] = getattr(importlib.import_module(_EXPORTS[name]), name) if own else _import_shared(name)
+    return globals()[name]
 
 
 def _import_shared(name: str) -> Any:

@@ -1,8 +1,6 @@
 """What people see of a job on a terminal, in a notebook, or in a stream: its progress, messages and workers' output.
 
-Several threads call these listeners; one lock guards each of their streams. They block only on the stream. This module
-knows neither Spark nor a framework.
-"""
+Several threads call these listeners; one lock guards each of their streams. They block only on the stream."""
 
 from __future__ import annotations
 
@@ -11,10 +9,10 @@ import io
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import IO, Any
 
 from spark_elastic.clock import Clock, SystemClock
@@ -36,38 +34,28 @@ POSITION_METRICS |= {"checkpoint_seconds", "bulk_seconds", "bulk_generation"}
 COMMIT_METRICS = {"step", "world", "checkpoint_seconds"}  # what every job reports without the program's doing
 
 
-@dataclass
-class _Allowance:
-    lines: float  # number of lines that the worker may still print
-    at: float  # when `lines` was computed
-    dropped: int = 0  # lines since the last one that was shown
-
-
 class LineRateLimiter:
     """A token bucket for each worker, so that one that prints much does not hide the others. Times are arguments."""
 
     def __init__(self, rate: float = LINES_PER_SECOND, burst: float = LINES_BURST) -> None:
-        self._rate = rate
-        self._burst = burst
-        self._allowances: dict[str, _Allowance] = {}
+        self._rate, self._burst = rate, burst
+        self._left: dict[str, tuple[float, float]] = {}  # lines that each may still print, and at what time
+        self._dropped: Counter[str] = Counter()  # lines of each worker since the last one that was shown
 
     def limit(self, now: float, who: str, line: str) -> tuple[str, ...]:
         """The line, preceded by a note on lines dropped before it; nothing if the worker is over its limit."""
-        allowance = self._allowances.setdefault(who, _Allowance(self._burst, now))
-        allowance.lines = min(self._burst, allowance.lines + self._rate * (now - allowance.at))
-        allowance.at = now
-        if allowance.lines < 1:
-            allowance.dropped += 1
+        left, at = self._left.get(who, (self._burst, now))
+        left = min(self._burst, left + self._rate * (now - at))
+        self._left[who] = left - (left >= 1), now
+        if left < 1:
+            self._dropped[who] += 1
             return ()
-        allowance.lines -= 1
-        dropped, allowance.dropped = allowance.dropped, 0
+        dropped = self._dropped.pop(who, 0)
         return (f"{dropped} lines were dropped", line) if dropped else (line,)
 
-    def final_notes(self) -> Iterator[str]:
+    def final_notes(self) -> list[str]:
         """A line for each worker whose last lines were dropped."""
-        for who, allowance in self._allowances.items():
-            if allowance.dropped:
-                yield f"[{who}] {allowance.dropped} lines were dropped"
+        return [f"[{who}] {dropped} lines were dropped" for who, dropped in self._dropped.items()]
 
 
 @dataclass(eq=False)
@@ -127,11 +115,8 @@ class OutputListener(JobListener):
 
     def _write_own(self, text: str) -> None:
         """What no worker printed."""
-        self._write(
-            format_as_spark(self.clock.wall(), logging.INFO, text)
-            if self.as_spark and not self.timestamps
-            else text
-        )
+        in_form = self.as_spark and not self.timestamps
+        self._write(format_as_spark(self.clock.wall(), logging.INFO, text) if in_form else text)
 
     def _write(self, text: str) -> None:
         if self._stream_closed:
@@ -147,43 +132,6 @@ class OutputListener(JobListener):
         except BrokenPipeError:
             self._stream_closed = True
             log.warning("the stream that shows workers' output has been closed; the job continues")
-
-
-class FileListener(OutputListener):
-    """Writes all output to `rank.N/stdout` as well, and marks what the driver says.
-
-    Args:
-        folder: of the ranks' folders; None for no files. Workers outside of a world write to `rank.none`.
-        shown: the arguments of `OutputListener`.
-    """
-
-    def __init__(self, folder: Path | None, *shown: Any, **named: Any) -> None:
-        super().__init__(*shown, **named)
-        self._folder = folder
-        self._files: dict[str, IO[str]] = {}  # by folder
-        self._files_lock = threading.Lock()
-
-    def on_output(self, worker: str, rank: int | None, line: str) -> None:
-        super().on_output(worker, rank, line)
-        with self._files_lock:
-            if self._folder is not None:
-                name = "rank.none" if rank is None else f"rank.{rank}"
-                if name not in self._files:
-                    (self._folder / name).mkdir(parents=True, exist_ok=True)
-                    self._files[name] = (self._folder / name / "stdout").open("a", encoding="utf-8")
-                self._files[name].write(line + "\n")
-                self._files[name].flush()
-
-    def on_message(self, text: str) -> None:
-        super().on_message(f"[driver] {text}")
-
-    def close(self) -> None:
-        super().close()
-        with self._files_lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
-            self._folder = None
 
 
 class ProgressListener(OutputListener):
@@ -220,8 +168,7 @@ class ProgressListener(OutputListener):
             limiter=LineRateLimiter(),
             as_spark=not self._live,
         )
-        self._epochs = epochs
-        self._callback = callback
+        self._epochs, self._callback = epochs, callback
         self._bar: Any = None  # tqdm's
         self._last_line: tuple[float, int] | None = None  # time and epoch of the last plain progress line
         self._throughput = Throughput()

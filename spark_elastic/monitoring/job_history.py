@@ -1,9 +1,7 @@
 """The history of a running job in bounded memory: its worlds, time per phase, metrics, and the decisions made.
 
 Report, status page and progress messages are views of it. The driver's thread calls `on_transition`, the server's
-`on_progress`; any thread may read. One lock guards everything. The status is a plain value of bounded size, of which
-the server's thread builds the pages when a browser asks.
-"""
+`on_progress`, and builds pages when a browser asks; any thread may read. One lock guards everything."""
 
 from __future__ import annotations
 
@@ -11,15 +9,14 @@ import dataclasses
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 from spark_elastic.clock import Clock
 from spark_elastic.monitoring.console import POSITION_METRICS
-from spark_elastic.monitoring.listener import JobListener, Metrics
+from spark_elastic.monitoring.listener import Commands, JobListener, Metrics
 from spark_elastic.monitoring.report import (
     MAX_TEXT,
     PHASES,
@@ -44,7 +41,6 @@ MAX_WORLD_CHANGES = 5000
 MAX_ENTRIES = 400
 MAX_LOST_SLOTS = 100
 LOST_SECONDS = 600.0  # for so long the status page shows a slot that is gone
-Commands = Sequence[do.DriverCommand]
 # There may be thousands of them: at the start, at the end, or during a long training.
 MERGED_ENTRIES = ("launch slot", "release slot", "stop worker", "publish checkpoint")
 MAX_SLOTS = 400
@@ -69,24 +65,6 @@ EVENT_WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class HistoryEntry:
-    at: float  # seconds since the launch
-    kind: str  # such as "launch slot"
-    text: str  # the reason
-    times: int = 1  # successive entries of this kind that were merged; `text` is that of the last one
-
-
-@dataclass(frozen=True)
-class LostSlot:
-    at: float  # seconds since the launch
-    host: str  # Spark's id of the executor, or the host's name
-    node: str  # name of the machine
-    worker: str  # "" if it had none
-    rank: int | None  # None if it was in no world
-    reason: str  # why it is gone, in words
-
-
 class HistoryView(NamedTuple):
     """What the status page reads of a history at one time."""
 
@@ -95,20 +73,18 @@ class HistoryView(NamedTuple):
     report: JobReport  # of the job so far
     metrics: Metrics  # newest report of rank 0
     throughput: Throughput  # from those reports
-    entries: tuple[HistoryEntry, ...]  # what happened, oldest first
-    lost_slots: tuple[LostSlot, ...]  # those of the last `LOST_SECONDS`, newest first
+    entries: list[dict[str, Any]]  # what happened, oldest first, as the page has it
+    lost_slots: list[dict[str, Any]]  # those of the last `LOST_SECONDS`, newest first, as the page has them
 
 
 class JobHistory(JobListener):
-    """Begins when it is created. on_world_change: called for each world once all members have built it, on the driver's
-    thread."""
+    """Begins when it is created. on_complete: called on the driver's thread for each world that all members have
+    built."""
 
-    def __init__(
-        self, clock: Clock, on_world_change: Callable[[WorldChange], None] = lambda change: None
-    ) -> None:
+    def __init__(self, clock: Clock, on_complete: Callable[[WorldChange], None] = lambda new: None) -> None:
         self._clock = clock
         self._started = clock.now()
-        self._on_world_change = on_world_change
+        self._on_complete = on_complete
         self._lock = threading.Lock()
         # What the driver decided.
         self._state: DriverState | None = None  # the newest
@@ -119,8 +95,8 @@ class JobHistory(JobListener):
         self._last_event = 0.0
         self._ended_at: float | None = None
         self._checkpoints = 0
-        self._entries: deque[HistoryEntry] = deque(maxlen=MAX_ENTRIES)
-        self._lost: deque[LostSlot] = deque(maxlen=MAX_LOST_SLOTS)
+        self._entries: deque[dict[str, Any]] = deque(maxlen=MAX_ENTRIES)
+        self._lost: deque[dict[str, Any]] = deque(maxlen=MAX_LOST_SLOTS)
         # What rank 0 reported.
         self._metrics: Metrics = {}  # the newest
         self._series, self._throughput = MetricSeries(), Throughput()
@@ -138,7 +114,7 @@ class JobHistory(JobListener):
             if isinstance(event, on.WorkerStalled):
                 self._add_entry(at, "stall", event.text)
         if completed is not None:
-            self._on_world_change(completed)
+            self._on_complete(completed)
 
     def on_progress(self, metrics: Metrics) -> None:
         at = self._clock.now() - self._started
@@ -173,9 +149,9 @@ class JobHistory(JobListener):
                 reserved_hours=self._reserved / 3600,
                 useful_hours=useful / 3600,
             )
-            lost = tuple(slot for slot in reversed(self._lost) if at - slot.at <= LOST_SECONDS)
-            entries = tuple(self._entries)
-            return HistoryView(now, self._state, report, self._metrics, self._throughput, entries, lost)
+            lost = [slot for slot in reversed(self._lost) if at - slot["at"] <= LOST_SECONDS]
+            seen = now, self._state, report, self._metrics, self._throughput
+            return HistoryView(*seen, list(self._entries), lost)
 
     # ---- under the lock
 
@@ -241,9 +217,8 @@ class JobHistory(JobListener):
             kind = WorldChangeKind.LOSS if self._phase == "recovery" else WorldChangeKind.PLANNED
         lost = 0 if previous is None else self._count_steps_lost(world)
         sizes = len(before), len(now), len(now - before), len(before - now)
-        self._worlds.append(
-            WorldChange(world.fence.generation, at, kind, *sizes, world.reason, steps_lost=lost)
-        )
+        number = world.fence.generation
+        self._worlds.append(WorldChange(number, at, kind, *sizes, world.reason, steps_lost=lost))
 
     def _count_steps_lost(self, world: World) -> int | None:
         """Reported steps that the new world has to repeat; None if the program reports no steps. Call it once for each
@@ -267,16 +242,16 @@ class JobHistory(JobListener):
     def _add_lost_slots(self, at: float, before: DriverState, state: DriverState) -> None:
         for name, slot in before.slots.items():
             if name not in state.slots:
-                worker = None if slot.worker is None else before.workers.get(slot.worker)
-                rank = None if worker is None else worker.rank
-                reason = state.slots.departed.get(name, "")
-                self._lost.append(LostSlot(at, slot.host, slot.node, slot.worker or "", rank, reason))
+                reason = state.slots.departed.get(name, "")[:MAX_TEXT]
+                seen = _describe_slot(before, slot, at)
+                own = {key: seen[key] for key in ("host", "node", "worker", "rank")}
+                self._lost.append({"at": at, **own, "reason": reason})
 
     def _add_entry(self, at: float, kind: str, text: str) -> None:
-        times = 1
-        if kind in MERGED_ENTRIES and self._entries and self._entries[-1].kind == kind:
-            times += self._entries.pop().times
-        self._entries.append(HistoryEntry(at, kind, text, times))
+        times = 1  # successive entries of this kind that are merged; the text is that of the last one
+        if kind in MERGED_ENTRIES and self._entries and self._entries[-1]["kind"] == kind:
+            times += self._entries.pop()["times"]
+        self._entries.append({"at": at, "kind": kind, "text": text[:MAX_TEXT], "times": times})
 
 
 def _get_checkpoint_seconds(metrics: Metrics) -> float:
@@ -289,9 +264,6 @@ def _count_steps_before(position: Position | None, steps: int) -> int:
     if position is None:
         return 0
     return position.epoch * steps + (position.step if position.phase is Phase.TRAIN else steps)
-
-
-# ---- the status
 
 
 def build_status_pages(history: JobHistory, name: str) -> dict[str, Page]:
@@ -312,24 +284,23 @@ def build_status(history: JobHistory, name: str) -> dict[str, Any]:
         "name": name,
         **report.describe(),
         **(STARTING if state is None else _describe_state(state, now)),
-        "lost_slots": [{**dataclasses.asdict(lost), "reason": lost.reason[:MAX_TEXT]} for lost in lost_slots],
-        "metrics": {
-            name: n for name, n in metrics.items() if type(n) is not bool and isinstance(n, int | float)
-        },
+        "lost_slots": lost_slots,
+        "metrics": {name: n for name, n in metrics.items() if type(n) in (int, float)},
         "rows_per_second": 0.0 if stale else round(throughput.rows_per_second, 2),
         "seconds_left": None if stale else throughput.seconds_left,
         "events": _list_events(report, entries),
     }
 
 
-def _list_events(report: JobReport, entries: Sequence[HistoryEntry]) -> list[dict[str, Any]]:
+def _list_events(report: JobReport, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Changes of the world and the driver's other decisions, oldest first."""
     last_world = report.world_changes[-1].at if report.world_changes else 0.0
     decisions = [
-        {**dataclasses.asdict(entry), "text": EVENT_WORDS[entry.kind] + entry.text[:MAX_TEXT]}
+        {**entry, "text": words + entry["text"]}
         for entry in entries
         # The world after a broken one names the loss and its cost.
-        if entry.kind in EVENT_WORDS and (entry.kind != "abort world" or entry.at > last_world)
+        if (words := EVENT_WORDS.get(entry["kind"])) is not None
+        and (entry["kind"] != "abort world" or entry["at"] > last_world)
     ]
     return sorted([*report.list_events(), *decisions], key=lambda event: event["at"])
 
@@ -377,9 +348,6 @@ def _describe_slot(state: DriverState, slot: SlotRecord, now: float) -> dict[str
         "cooling_down": cooldown_end is not None,
         "stalled": worker is not None and worker.worker in state.current.stalled,
     }
-
-
-# ---- metrics in Prometheus' text format
 
 
 def format_prometheus(status: dict[str, Any]) -> bytes:

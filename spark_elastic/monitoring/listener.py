@@ -21,6 +21,7 @@ log = logging.getLogger("spark_elastic")
 MAX_PENDING = 10_000  # calls that wait for a listener
 CLOSE_SECONDS = 2.0  # how long the end of a job waits for a listener that blocks
 
+Commands: TypeAlias = Sequence[DriverCommand]
 Metrics: TypeAlias = Mapping[str, Any]
 Call: TypeAlias = Callable[[], object]
 L = TypeVar("L", bound="JobListener")
@@ -29,15 +30,9 @@ L = TypeVar("L", bound="JobListener")
 class JobListener:
     """Hooks of a job, which all do nothing here. Several threads call them."""
 
-    def on_transition(
-        self, event: DriverEvent, commands: Sequence[DriverCommand], state: DriverState | None
-    ) -> None:
-        """The driver machine has handled an event. Only the observers of `JobMonitor` get this.
-
-        Args:
-            commands: what the machine decided.
-            state: the machine's state afterwards; None if the machine failed.
-        """
+    def on_transition(self, event: DriverEvent, commands: Commands, state: DriverState | None) -> None:
+        """The driver machine has handled an event, with these decisions; only for observers of `JobMonitor`. state: the
+        machine's afterwards; None: it failed."""
 
     def on_world(self, size: int, reason: str) -> None:
         """A new world has been published. A message follows once all its members have built it."""
@@ -49,42 +44,33 @@ class JobListener:
         """A sentence for people, such as a join, loss, drain or recovery with its cost."""
 
     def on_notice(self, text: str) -> None:
-        """A sentence that people need whatever else they want to see: how a worker's process ended, or what the job
-        waits for."""
+        """A sentence that people need in any case: how a worker's process ended, or what the job waits for."""
         self.on_message(text)
 
     def on_progress(self, metrics: Metrics) -> None:
         """The newest report of rank 0."""
 
     def on_output(self, worker: str, rank: int | None, line: str) -> None:
-        """A worker has printed a line.
-
-        Args:
-            worker: its id; empty as long as the process is not a worker yet.
-            rank: None as long as the worker is in no world.
-        """
+        """A worker has printed a line. worker: its id, "" before it is one. rank: None: it is in no world."""
 
     def close(self) -> None:
         """The job is over."""
 
 
 class AsyncNotifier:
-    """Calls listeners from a thread of its own, in order. `submit` and `submit_latest` never block.
-
-    If the listeners are too slow, the newest calls are dropped and counted: `overflow` in the log. A call that fails is
-    logged. As a context manager it starts and ends the thread.
-    """
+    """Calls listeners from a thread of its own, in order; a context manager. `submit` and `submit_latest` never block:
+    if listeners are too slow, the newest calls are dropped and counted (`overflow`). Failures are logged."""
 
     def __init__(
         self,
         max_pending: int = MAX_PENDING,
         overflow: str = "%d notifications were dropped: the job listener is too slow",
     ) -> None:
-        self._max_pending = max_pending
-        self._overflow = overflow
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()  # None ends the thread
+        self._max_pending, self._overflow = max_pending, overflow
+        self._calls: queue.SimpleQueue[tuple[Call, int] | None] = queue.SimpleQueue()  # None ends the thread
+        self._lock = threading.RLock()  # guards the next three; destructors log, too, also inside
+        self._pending = 0  # sum of the sizes of what waits
         self._dropped = 0  # calls since the last one that was made
-        self._lock = threading.Lock()  # guards the next one
         self._latest: Call | None = None  # of `submit_latest`; its place is already in `_calls`
         self._thread = threading.Thread(target=self._run, name="spark-elastic-notifier", daemon=True)
 
@@ -98,18 +84,20 @@ class AsyncNotifier:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, call: Call) -> None:
-        """Make this call after all earlier ones, or drop it. It takes no lock, since destructors log, too."""
-        if self._calls.qsize() >= self._max_pending:
-            self._dropped += 1
-        else:
-            self._calls.put(call)
+    def submit(self, call: Call, size: int = 1) -> None:
+        """Make this call after all earlier ones, or drop it: sizes of what waits add up to `max_pending` at most."""
+        with self._lock:
+            if self._pending + size > self._max_pending:
+                self._dropped += 1
+                return
+            self._pending += size
+        self._calls.put((call, size))
 
     def submit_latest(self, call: Call) -> None:
         """The same, but it replaces an earlier one of its kind that still waits. It is never dropped."""
         with self._lock:
             if self._latest is None:
-                self._calls.put(self._call_latest)
+                self._calls.put((self._call_latest, 0))
             self._latest = call
 
     def close(self, within: float = CLOSE_SECONDS) -> None:
@@ -125,8 +113,10 @@ class AsyncNotifier:
             call()
 
     def _run(self) -> None:
-        for call in iter(self._calls.get, None):
-            dropped, self._dropped = self._dropped, 0
+        for call, size in iter(self._calls.get, None):
+            with self._lock:
+                dropped, self._dropped = self._dropped, 0
+                self._pending -= size
             if dropped:
                 log.warning(self._overflow, dropped)
             try:

@@ -1,9 +1,6 @@
 """Where the log of spark_elastic goes while a job runs, to its listener, to a stream or to a driver's client; and what
-workers print, kept in the run's store.
-
-A thread that logs never waits for a handler: an `AsyncNotifier` delivers the records. The root logger and its level
-stay as they are.
-"""
+workers print, kept in the run's store. A thread that logs never waits for a handler: an `AsyncNotifier` delivers the
+records. The root logger and its level stay as they are."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from typing import IO
 
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
 
 log = logging.getLogger("spark_elastic")
@@ -147,8 +143,7 @@ class _AsyncHandler(logging.Handler):
 
     def __init__(self, deliver: Callable[[logging.LogRecord], object], notifier: AsyncNotifier) -> None:
         super().__init__()
-        self._deliver = deliver
-        self.notifier = notifier
+        self._deliver, self.notifier = deliver, notifier
 
     def emit(self, record: logging.LogRecord) -> None:
         self.notifier.submit(lambda: self._try(record))
@@ -211,25 +206,12 @@ MAX_PENDING_PARTS = 8  # in memory while the store is slow
 CLOSE_SECONDS = 30.0  # how long closing waits for the store
 
 
-def save_status(store: Store, run_id: str, attempt: int, page: str) -> None:
-    """Keep the last status page of an attempt with its run; a store that fails costs the page and one warning."""
-    name = f"runs/{run_id}/status/{attempt:06d}.html"
-    try:
-        store.write_bytes(name, page.encode())
-    except StoreError as error:
-        log.warning("the status page is not kept with the run: %s", error)
-
-
 class StoreLog(JobListener):
     """Keeps all output in the run's store: `runs/RUN/logs/ATTEMPT-PART.log`, with time, worker and rank in each line.
 
-    A thread of its own writes every `WRITE_INTERVAL` seconds. Since object stores cannot append, it writes the newest
-    part again while that grows. It deletes the oldest parts. A store that fails costs lines and one warning.
-    All workers share the files, so that the number of objects does not grow with the number of workers.
-
-    Args:
-        max_bytes: of this attempt's files together; one part more may exist for a moment.
-    """
+    A thread writes every `WRITE_INTERVAL` seconds, the newest part again while that grows, since object stores cannot
+    append, and deletes the oldest parts. A store that fails costs lines and one warning. All workers share the files,
+    so that there are not more with more workers. max_bytes: of this attempt's files; one part more for a moment."""
 
     def __init__(self, store: Store, run_id: str, attempt: int, max_bytes: int, clock: Clock) -> None:
         self._store, self._clock = store, clock

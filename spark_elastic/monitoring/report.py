@@ -1,9 +1,7 @@
 """The report of a job: where its time went, what losses cost, and how many rows were trained; and a job's page.
 
 `JobHistory` makes a report; a fitted model keeps it as JSON. The page is HTML that loads nothing from elsewhere: a live
-one asks its server for the data every second, a saved one holds them. All here are values, and times are arguments, in
-seconds since the launch.
-"""
+one asks its server every second, a saved one holds its data. Values only; times are seconds since the launch."""
 
 from __future__ import annotations
 
@@ -32,9 +30,6 @@ THROUGHPUT_WINDOW = 5.0  # seconds
 PHASES = ("start", "training", "recovery", "planned", "closing")
 MAX_TEXT = 4000  # characters of a message or a stack on a page
 _SCRIPT = "<script>"  # the only one of the page
-
-
-# ---- what rank 0 reports over time
 
 
 @dataclass(frozen=True)
@@ -133,9 +128,6 @@ def count_steps(metrics: Mapping[str, Any]) -> int:
     return int(metrics.get("epoch", 0)) * int(metrics.get("steps", 0)) + int(metrics.get("step", 0))
 
 
-# ---- changes of the world
-
-
 class WorldChangeKind(Enum):
     """Why a world was formed."""
 
@@ -180,9 +172,6 @@ class WorldChange:
         if self.bulk_seconds is not None:
             text += f", sums by NCCL after {self.bulk_seconds:.1f} s"
         return f"world of {self.size}: {text} ({self.reason})"
-
-
-# ---- the report
 
 
 @dataclass(frozen=True)
@@ -242,13 +231,9 @@ class JobReport:
         return known[max(0, math.ceil(percent / 100 * len(known)) - 1)] if known else None
 
     def with_rows(self, history: Iterable[Mapping[str, Any]], data_rows: int) -> JobReport:
-        """This report with the rows of each epoch.
-
-        Args:
-            history: entries with `epoch`, `rows` (as counted by the state that belongs to the final weights),
-                `planned`, the rows planned for the steps that were taken, `steps`, losses and metrics.
-            data_rows: planned rows of entries without `planned`.
-        """
+        """This report with the rows of each epoch. history: entries with `epoch`, `rows` (as counted by the state that
+        belongs to the final weights), `planned` (default `data_rows`), the rows of the steps taken, `steps`,
+        metrics."""
         epochs = []
         for entry in history:
             seen, planned = int(entry["rows"]), int(entry.get("planned", data_rows))
@@ -334,6 +319,7 @@ class JobReport:
 
     def describe(self) -> dict[str, Any]:
         """What the data of a status page hold of a report. Times are seconds since the launch."""
+        find = self._find_epoch
         return {
             "seconds": round(self.seconds, 3),
             "report": {
@@ -345,13 +331,7 @@ class JobReport:
                 "recovery_total": sum(change.seconds or 0.0 for change in self.recoveries),
             },
             "world_changes": [
-                {
-                    "at": c.at,
-                    "epoch": self._find_epoch(c.at),
-                    "kind": c.kind.value,
-                    "size": c.size,
-                    "seconds": c.seconds,
-                }
+                {"at": c.at, "epoch": find(c.at), "kind": c.kind.value, "size": c.size, "seconds": c.seconds}
                 for c in self.world_changes[-MAX_SHOWN_CHANGES:]
             ],
             "epochs": [{"epoch": rows.epoch + 1, **rows.figures} for rows in self.epochs[-MAX_POINTS:]],
@@ -410,9 +390,6 @@ class JobReport:
             for rows in self.epochs
         ]
         return "\n".join(lines)
-
-
-# ---- the page
 
 
 def read_page() -> bytes:

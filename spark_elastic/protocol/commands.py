@@ -36,11 +36,8 @@ class LaunchSlot(Command):
 
 @dataclass(frozen=True)
 class PublishWorld(Command):
-    """A new world: answer the requests (and results) of its members with it and open its address exchange.
-
-    A member that asks with an older fence gets it too, however late: an answer may have been lost, and the driver
-    machine ignores a request that this world answers.
-    """
+    """A new world: answer the requests (and results) of its members with it and open its address exchange. A member
+    that asks with an older fence gets it, too, however late: an answer may have been lost."""
 
     world: World  # of the generation after the last published one
 
@@ -107,17 +104,9 @@ class End(Command):
     detail: str = ""  # the traceback, for USER_ERROR
 
 
-DriverCommand: TypeAlias = (
-    LaunchSlot
-    | PublishWorld
-    | AbortWorld
-    | AnnounceChange
-    | StopWorker
-    | ReleaseSlot
-    | PublishCheckpoint
-    | NotifyUser
-    | End
-)
+WorldCommand: TypeAlias = PublishWorld | AbortWorld | AnnounceChange
+SlotCommand: TypeAlias = LaunchSlot | ReleaseSlot | StopWorker
+DriverCommand: TypeAlias = SlotCommand | WorldCommand | PublishCheckpoint | NotifyUser | End
 
 
 # ---- of the worker machine

@@ -33,11 +33,11 @@ def initial(
 def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[do.DriverCommand, ...]]:
     """What follows from an event. `state` itself is never changed."""
     tx = Transition(state, event.now, event.id)
+    subject = event.message if isinstance(event, on.Received) else event
     if state.stage is JobStage.ENDED:
-        _answer_after_end(tx, event)
+        _answer_after_end(tx, subject)
         return state, tuple(tx.commands)
     failure_detector.notice_pause(tx)
-    subject = event.message if isinstance(event, on.Received) else event
     if isinstance(event, on.Received):
         failure_detector.hear_possibly_alive(tx, event.message)
     HANDLERS[type(subject)](tx, subject)
@@ -48,8 +48,7 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
 
 
 def _on_checkpoint_written(tx: Transition, event: messages.CheckpointWritten) -> None:
-    """R18 (publication): a checkpoint is published if it is of this attempt and further than all published ones; others
-    are too late."""
+    """R18 (publication): publish a checkpoint of this attempt that is further than all published ones."""
     state, new = tx.state, event.checkpoint
     of_this_attempt = new.fence.attempt == state.attempt and new.fence.generation <= state.generation
     newest = state.checkpoints[0] if state.checkpoints else None
@@ -74,19 +73,13 @@ def _on_checkpoint_store_full(tx: Transition, event: messages.CheckpointStoreFul
         tx.emit(do.PublishCheckpoint(reason, state.checkpoints))
 
 
-def _on_cancel_requested(tx: Transition, event: on.CancelRequested) -> None:
-    tx.end(do.JobOutcome.CANCELLED, event.reason)
-
-
-def _answer_after_end(tx: Transition, event: on.DriverEvent) -> None:
+def _answer_after_end(tx: Transition, subject: messages.DriverMessage | on.DriverEvent) -> None:
     """The job is over: slots and workers that still ask are told to end."""
-    match event:
-        case on.Received(
-            _, messages.RegisterSlot() | messages.Heartbeat() | messages.WorkerStarted() as message
-        ):
-            tx.emit(do.ReleaseSlot("the job has ended", message.slot))
-        case on.Received(_, messages.RequestNextWorld() | messages.WorkerDone() as message):
-            tx.emit(do.StopWorker("the job has ended", message.worker))
+    match subject:
+        case messages.RegisterSlot() | messages.Heartbeat() | messages.WorkerStarted():
+            tx.emit(do.ReleaseSlot("the job has ended", subject.slot))
+        case messages.RequestNextWorld() | messages.WorkerDone():
+            tx.emit(do.StopWorker("the job has ended", subject.worker))
 
 
 HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transition, Any], None]] = {
@@ -111,5 +104,5 @@ HANDLERS: dict[type[messages.DriverMessage | on.DriverEvent], Callable[[Transiti
     messages.WorkerStraggles: slots.on_worker_straggles,
     on.DrainRequested: slots.on_drain_requested,
     on.SlotsWanted: slots.on_slots_wanted,
-    on.CancelRequested: _on_cancel_requested,
+    on.CancelRequested: lambda tx, event: tx.end(do.JobOutcome.CANCELLED, event.reason),
 }

@@ -1,8 +1,5 @@
-"""What can happen, as values.
-
-Driver events are posted by the rendezvous server, the launcher, discovery and the ticker; worker events by the
-worker's loop and its thread that polls the driver.
-"""
+"""What can happen, as values. Driver events are posted by the rendezvous server, the launcher, discovery and the
+ticker; worker events by the worker's loop and its thread that polls the driver."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from spark_elastic.protocol.types import Fence, HostId, Position, SlotId, Worker
 @dataclass(frozen=True)
 class Event:
     now: float  # monotonic seconds of the process that posts it
-    # The name that the driver loop gave it, such as e1734, by which journal, reasons, log and status page cite it.
-    id: str = field(default="", kw_only=True)
+    id: str = field(default="", kw_only=True)  # the driver loop's name for it, such as e1734, to be cited
 
 
 # ---- at the driver
@@ -64,8 +60,7 @@ class HostLost(Event):
 class HostsDiscovered(Event):
     """Discovery's newest answer: which hosts may take part. Level-triggered: it never says what changed."""
 
-    # Each by its id or its machine's name, and how many slots it has. None: all hosts, without limit.
-    hosts: tuple[tuple[str, int], ...] | None
+    hosts: tuple[tuple[str, int], ...] | None  # by id or machine's name, and slots; None: all, without limit
 
 
 @dataclass(frozen=True)
@@ -74,9 +69,7 @@ class ConnectionLost(Event):
 
     slot: SlotId  # that holds the connection, or whose worker does
     worker: WorkerId | None = None  # None: it is the slot task's connection
-    reset: bool = (
-        False  # the network reset it or it timed out; False: a kernel closed it, as of a dead process
-    )
+    reset: bool = False  # reset by the network, or timed out; False: a kernel closed it, as of a dead process
 
 
 @dataclass(frozen=True)
@@ -125,20 +118,10 @@ class CancelRequested(Event):
     reason: str  # a sentence; the job's error shows it
 
 
-DriverEvent: TypeAlias = (
-    Tick
-    | Received
-    | LaunchEnded
-    | HostAppeared
-    | HostLost
-    | HostsDiscovered
-    | ConnectionLost
-    | ConnectionBack
-    | WorkerStalled
-    | DrainRequested
-    | SlotsWanted
-    | CancelRequested
-)
+ClusterEvent: TypeAlias = LaunchEnded | HostAppeared | HostLost | HostsDiscovered | SlotsWanted
+ConnectionEvent: TypeAlias = ConnectionLost | ConnectionBack
+UserEvent: TypeAlias = DrainRequested | CancelRequested
+DriverEvent: TypeAlias = Tick | Received | ClusterEvent | ConnectionEvent | WorkerStalled | UserEvent
 
 
 def is_heartbeat(event: DriverEvent) -> bool:
@@ -171,9 +154,7 @@ class Synced(Event):
     """R5 (staging): received state was verified and swapped in together with its position."""
 
     fence: Fence  # of the world whose source sent the state
-    position: (
-        Position | None
-    )  # None: the program broadcasts its state while it runs, and keeps its old position
+    position: Position | None  # None: the program broadcasts its state as it runs, and keeps its old position
 
 
 @dataclass(frozen=True)
@@ -237,17 +218,6 @@ class DriverSilent(Event):
     seconds: float  # since its newest answer
 
 
-WorkerEvent: TypeAlias = (
-    Warm
-    | WorldReceived
-    | GroupFormed
-    | Synced
-    | Applied
-    | Boundary
-    | GroupBroken
-    | AbortReceived
-    | UserRaised
-    | Finished
-    | StopReceived
-    | DriverSilent
-)
+WorldEvent: TypeAlias = GroupFormed | Synced | Applied | Boundary | GroupBroken | Finished  # of one world
+AnswerEvent: TypeAlias = WorldReceived | AbortReceived | StopReceived | DriverSilent
+WorkerEvent: TypeAlias = Warm | AnswerEvent | UserRaised | WorldEvent

@@ -1,9 +1,8 @@
 """What slots and workers say to the driver, and what it answers. Pure values.
 
 The rendezvous client sends a message as it stands, the server stamps the time of receipt (`events.Received`), and the
-driver machine consumes it. A new field therefore concerns its sender, this file and the machine only. Messages that
-the server answers without the machine, as its long polls, are in `rendezvous.messages`.
-"""
+driver machine consumes it: a new field concerns its sender, this file and the machine only. Messages that the server
+answers without the machine, as its long polls, are in `rendezvous.messages`."""
 
 from __future__ import annotations
 
@@ -44,9 +43,6 @@ class WorkerRequest(DriverRequest[R_co]):
         return self.worker.slot
 
 
-# ---- replies
-
-
 @dataclass(frozen=True)
 class Acknowledged:
     """The driver has received the message."""
@@ -77,8 +73,7 @@ class NextWorld:
 
     world: WorldView | None = None  # in which the worker is a member
     stop: str | None = None  # why the worker must end
-    # The members' in order of rank; none of a large world, or while one of them is not known: see `FindAddresses`.
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()  # members', by rank; none of a large world, or if one is not known
 
     @property
     def is_undecided(self) -> bool:
@@ -93,9 +88,7 @@ class RegisterSlot(SlotRequest[Admission]):
     """A slot task has started on a host."""
 
     host: HostId  # the executor's id; where there is no Spark, the machine's name
-    launch: (
-        int  # number of the launch that carries it; several attempts of one may be alive: R14 (duplicates)
-    )
+    launch: int  # number of the launch that carries it, maybe with other attempts: R14 (duplicates)
     node: str = ""  # name of its machine, by which discovery may list it
     # Why the slot cannot take part, "" if it can: it has no device for its worker, or, as the server finds in `facts`,
     # the host's software does not fit.
@@ -139,13 +132,11 @@ class WorkerExited(SlotRequest[Acknowledged]):
 
 @dataclass(frozen=True)
 class RequestNextWorld(WorkerRequest[NextWorld]):
-    """The worker has left its world, if it had one, and asks for the next (long poll), again and again until it gets
-    one."""
+    """The worker has left its world, if it had one, and asks for the next until it gets one (long poll)."""
 
     fence: Fence | None = None  # the world it left; None before its first
     position: Position | None = None  # where its state stands; None for a newcomer, which holds no state
-    # Members that it blames for its broken group; empty for a planned change. The server knows them by their ranks.
-    suspects: tuple[WorkerId, ...] = ()
+    suspects: tuple[WorkerId, ...] = ()  # it blames them for its broken group; the server knows their ranks
     reason: str = ""  # why it asks; the driver shows it if its world broke
     planned: bool = False  # it stopped at a step boundary because a change was announced
     suspected_ranks: tuple[int, ...] = ()  # of the suspects in the world that it left
@@ -163,9 +154,7 @@ class WorldFormed(WorkerRequest[Acknowledged]):
 class WorkerRaised(WorkerRequest[Acknowledged]):
     """User code raised an exception: R13 (deterministic failures). Sent before the worker closes its group."""
 
-    fence: (
-        Fence | None
-    )  # of the world that it entered last; None before its first, or if the program did not load
+    fence: Fence | None  # of the world that it entered last; None before its first, or if loading failed
     position: Position | None  # of the state that it held; None: it held none
     fingerprint: str  # equal for exceptions that count as the same failure
     traceback: str  # cut to what a message can carry
@@ -173,8 +162,7 @@ class WorkerRaised(WorkerRequest[Acknowledged]):
 
 @dataclass(frozen=True)
 class WorkerDone(WorkerRequest[NextWorld]):
-    """The worker reached the end of training, R15 (end), and keeps its state until the reply (long poll): either
-    a stop, or another world."""
+    """The end of training, R15 (end). The worker keeps its state until the reply (long poll): a stop, or a world."""
 
     fence: Fence  # of the world in which it did
     position: Position  # of the state that it keeps
@@ -204,16 +192,7 @@ class WorkerStraggles(WorkerRequest[Acknowledged]):
     reason: str  # why it drains, as people read it
 
 
-DriverMessage: TypeAlias = (
-    RegisterSlot
-    | Heartbeat
-    | WorkerStarted
-    | WorkerExited
-    | RequestNextWorld
-    | WorldFormed
-    | WorkerRaised
-    | WorkerDone
-    | CheckpointWritten
-    | CheckpointStoreFull
-    | WorkerStraggles
-)
+SlotMessage: TypeAlias = RegisterSlot | Heartbeat | WorkerStarted | WorkerExited
+CheckpointMessage: TypeAlias = CheckpointWritten | CheckpointStoreFull
+WorkerMessage: TypeAlias = RequestNextWorld | WorldFormed | WorkerRaised | WorkerDone | WorkerStraggles
+DriverMessage: TypeAlias = SlotMessage | WorkerMessage | CheckpointMessage

@@ -1,7 +1,4 @@
-"""The values of the elastic protocol: ids, fences, positions, worlds, limits, what slots are told, and tables.
-
-Shared by driver, workers, the wire and the simulation.
-"""
+"""The values of the elastic protocol, shared by driver, workers, the wire and the simulation."""
 
 from __future__ import annotations
 
@@ -120,11 +117,8 @@ class HostUpdateResult(IntFlag):
 
 @dataclass(frozen=True, order=True)
 class MembershipVersion:
-    """Which planned changes of a job's workers have been announced; it grows with each of them, over all worlds.
-
-    Ranks agree on the highest that any of them knows, and so on what the newest change does, at the same boundary: R6
-    (step summary).
-    """
+    """Which planned changes of a job's workers have been announced; it grows with each of them, over all worlds. Ranks
+    agree on the highest that any of them knows, and so on what it does, at one boundary: R6 (step summary)."""
 
     number: int = 0  # of the newest change; 0: none was announced yet
     job_ends: bool = False  # the change is the job's end
@@ -172,8 +166,7 @@ class Checkpoint:
 
     fence: Fence  # of the world in which a member wrote it
     position: Position  # at which a run resumes from it
-    # Its folder among the run's checkpoints, from `format_checkpoint_name`; in memory: KEPT, and who keeps it.
-    name: str
+    name: str  # its folder, from `format_checkpoint_name`; in memory: KEPT, and who keeps it
     digest: str  # of its manifest; "": it has none
 
     @property
@@ -310,16 +303,13 @@ class Limits:
     debounce: float = 0.05  # how long a planned change waits for others to be announced with it
     failure_budget: int = 10  # failures within `failure_window` that are the workers' own, not of a lost host
     failure_window: float = 600.0  # for so long a failure or a kill counts
-    # New worlds after the first, as Horovod counts, after which no change is planned; None: unlimited.
-    reset_limit: int | None = None
+    reset_limit: int | None = None  # new worlds after the first, then no change is planned; None: unlimited
     max_global_batch: int | None = None  # the size of a world never exceeds it: R8 (weighting)
-    # For how long a slot or host is not used after its first failure, and at most after many.
-    cooldown_range: tuple[float, float] = (1.0, 60.0)
+    cooldown_range: tuple[float, float] = (1.0, 60.0)  # of a slot or host: after one failure, and at most
     idle_slot_timeout: float = 60.0  # after so long a slot that no world needs gives its core back
     checkpoints_kept: int = 3  # how many are published at a time
     max_runtime: float | None = None  # after so long the job ends at its next step boundary; None: unlimited
-    # R15 (end): a success needs every member's result; False: rank 0's is the job's.
-    all_results: bool = False
+    all_results: bool = False  # R15 (end): a success needs every member's result; False: rank 0's
 
     @property
     def capacity(self) -> int:
@@ -354,33 +344,22 @@ def format_position(position: Position | None) -> str:
     return f"epoch {position.epoch + 1}, {position.phase.name.lower()}, step {position.step}"
 
 
-# ---- slots and workers, as they are told
-
 _SETTINGS = ElasticConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotSpec:
-    """What the driver knows of a slot when it launches it; the same for all slots of a job.
-
-    A field with the name of an `ElasticConfig` setting takes its value: a new slot setting is one more line here.
-    """
+    """What the driver knows of a slot when it launches it; the same for all slots of a job. A field with the name of an
+    `ElasticConfig` setting takes its value: a new slot setting is one more line here."""
 
     address: str  # host:port of the driver's rendezvous server
-    # The job's secret. It travels inside the cluster's own task channel, never in a command line or an environment.
-    key: bytes = field(repr=False)
+    key: bytes = field(repr=False)  # the job's secret, which never is in a command line or an environment
     attempt: int  # number of the driver that holds the run: the first half of every fence
     job_name: str = ""  # the job's name, for logs and Spark's UI
-    certificate: str | None = (
-        None  # of the driver's server, PEM. None: plain HTTP, and workers do not encrypt either
-    )
-    preload: tuple[
-        str, ...
-    ] = ()  # modules that a process must be able to import before it reports that it is warm
-    # Early imports of the program, of `worker.imports`: those and its variables, which may be secret.
-    imports: tuple[str, ...] = field(default=(), repr=False)
-    # The run's, with which hosts keep commits in memory: R23 (kept commits). None: they keep none.
-    commit_key: bytes | None = field(default=None, repr=False)
+    certificate: str | None = None  # PEM, of the driver's server. None: neither that nor workers encrypt
+    preload: tuple[str, ...] = ()  # modules that a process must be able to import before it is warm
+    imports: tuple[str, ...] = field(default=(), repr=False)  # early ones, and variables, which may be secret
+    commit_key: bytes | None = field(default=None, repr=False)  # R23 (kept commits): the run's; None: none
 
     # Settings, which `ElasticConfig` explains.
     orphan_timeout: float = _SETTINGS.orphan_timeout
@@ -414,8 +393,7 @@ class SlotIdentity:
     host: HostId = ""  # the host that carries the slot: a Spark executor
     host_pid: int = 0  # the process whose end is the host's end: a Spark executor's JVM; 0: none is known
     address: str = "127.0.0.1"  # the address of this machine at which peers reach the worker
-    # What Spark gave to the slot: addresses by the name of the resource, such as {"gpu": ("0",)}.
-    resources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    resources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Spark's, such as {"gpu": ("0",)}
     files: str = ""  # the folder of `SparkContext.addFile`'s files on the slot's host; "": there is none
     device_problem: str = ""  # why it has no GPU although the job asks for one: the driver refuses it
 
@@ -426,9 +404,7 @@ class WorkerIdentity(SlotIdentity):
 
     worker: WorkerId  # its number grows from worker to worker of the slot
     ports: tuple[int, int] | None = None  # first and last port at which the worker may listen; None: any
-    left: Fence | None = (
-        None  # the world that another process left as this worker, which begins its program again
-    )
+    left: Fence | None = None  # the world that another process left as this worker, which begins again
     position: Position | None = None  # where that process stood
 
     @classmethod
@@ -443,12 +419,9 @@ MIN_OVERLAY = 8
 
 
 class Table(Mapping[K, V], Generic[K, V]):
-    """An immutable mapping for the machines' states: an update costs about the square root of the size, not the size.
-    `put` and `drop` return a changed copy and leave the original as it is.
-
-    Updates go to a small overlay that is merged into the base once it has grown. Iteration order is that of a dict, so
-    it is the same in every run: it never depends on hashes.
-    """
+    """An immutable mapping for the machines' states: `put` and `drop` return a changed copy, which costs about the
+    square root of the size, as they go to a small overlay that is merged into the base once it has grown. Iteration
+    order is that of a dict: the same in every run."""
 
     __slots__ = ("_base", "_overlay", "_size")
 
@@ -490,9 +463,6 @@ class Table(Mapping[K, V], Generic[K, V]):
 
     def __len__(self) -> int:
         return self._size
-
-    def __repr__(self) -> str:
-        return f"Table({self._to_dict()})"
 
     # Copying all into a dict is ten times quicker than going through keys and `__getitem__`.
 

@@ -63,26 +63,22 @@ def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:
             return _ask_for_world(state, "warm") if state.stage is WorkerStage.STARTING else (state, ())
         case on.WorldReceived():
             return _receive_world(state, event.world)
-        case on.GroupFormed() | on.Synced() | on.Applied() | on.Boundary() | on.GroupBroken() | on.Finished():
-            return _handle_in_world(state, event) if event.fence == state.fence else (state, ())
         case on.AbortReceived():
             return _receive_abort(state, event)
         case on.UserRaised():
             return _report_exception(state, event)
-        case on.StopReceived():
-            return _stop(state, event.reason, 0)
-        case on.DriverSilent():
-            return _stop(
-                state, f"the driver has been silent for {event.seconds:.0f} s", DRIVER_SILENT_EXIT_CODE
-            )
+        case on.StopReceived(reason=reason):
+            return _stop(state, reason, 0)
+        case on.DriverSilent(seconds=seconds):
+            return _stop(state, f"the driver has been silent for {seconds:.0f} s", DRIVER_SILENT_EXIT_CODE)
+        case _:
+            return _handle_in_world(state, event) if event.fence == state.fence else (state, ())
 
 
 def _ask_for_world(
     state: WorkerState, reason: str, suspects: tuple[int, ...] = (), planned: bool = False
 ) -> StepResult:
-    request = RequestNextWorld(
-        state.worker, state.fence, state.position, (), reason, planned, suspected_ranks=suspects
-    )
+    request = RequestNextWorld(state.worker, state.fence, state.position, (), reason, planned, suspects)
     return replace(state, stage=WorkerStage.WAITING), (do.Ask(reason, request),)
 
 
@@ -103,16 +99,15 @@ def _receive_world(state: WorkerState, world: WorldView) -> StepResult:
         after, commands = _ask_for_world(entered, f"world {number} was over before it came")
     elif me.position != state.position:
         # A late message misled the driver. To train on from here would break P1 (exactly once).
-        after, commands = _ask_for_world(
-            entered, f"world {number} was formed for a position that it does not hold"
-        )
+        why = f"world {number} was formed for a position that it does not hold"
+        after, commands = _ask_for_world(entered, why)
     else:
         after = replace(entered, open=True)
         commands = (do.Form(f"rank {me.rank} of {world.size}: {world.reason}", world),)
     return after, (*closing, *commands)
 
 
-def _handle_in_world(state: WorkerState, event: on.WorkerEvent) -> StepResult:
+def _handle_in_world(state: WorkerState, event: on.WorldEvent) -> StepResult:
     """Events of the current world's own work."""
     match event:
         case on.GroupFormed() if state.stage is WorkerStage.FORMING:
@@ -143,9 +138,8 @@ def _enter_formed(state: WorkerState) -> StepResult:
     if not world.has_receivers:
         return _run(state)
     verb = "take" if world.receives else "hand on"
-    return replace(state, stage=WorkerStage.SYNCING), (
-        do.Sync(f"{verb} the state of rank {world.source}", world),
-    )
+    sync = do.Sync(f"{verb} the state of rank {world.source}", world)
+    return replace(state, stage=WorkerStage.SYNCING), (sync,)
 
 
 def _run(state: WorkerState) -> StepResult:
@@ -188,8 +182,8 @@ def _receive_abort(state: WorkerState, event: on.AbortReceived) -> StepResult:
 
 
 def _report_exception(state: WorkerState, event: on.UserRaised) -> StepResult:
-    """R13 (deterministic failures): report to the driver before the group closes, so that the peers' broken connections
-    never arrive first."""
+    """R13 (deterministic failures): report before the group closes, so that the peers' broken connections come
+    after."""
     reason = "user code raised"
     raised = WorkerRaised(state.worker, state.fence, state.position, event.fingerprint, event.traceback)
     stopped = replace(state, stage=WorkerStage.STOPPED, code=1, open=False)

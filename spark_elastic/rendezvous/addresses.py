@@ -14,17 +14,11 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def find_address_towards(host: str, port: int) -> str:
-    """This machine's own address on the way to the driver: peers of the same cluster reach it there, too.
-
-    host: a name, or an IPv4 or IPv6 address, with or without brackets.
-
-    Raises:
-        DriverUnreachable: there is no way to that host.
-    """
+    """This machine's own address on the way to the driver, where peers of the cluster reach it, too.
+    Raises DriverUnreachable: there is no way to that host."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_DGRAM
-        )[0]
+        answers = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = answers[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # sends nothing
             return str(probe.getsockname()[0])

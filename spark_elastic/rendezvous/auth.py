@@ -1,13 +1,11 @@
 """Mutual proof of the job's key, and the server's TLS certificate.
 
 A client begins each connection with a hello under a random nonce; the server answers with a session id. Each later
-request carries the session, a counter that grows with each request, and an HMAC-SHA256 over purpose, method, path,
-session, counter and body. The server remembers the last counter of each session, so a recorded request is refused when
-it is replayed: no clocks are needed. A server that forgot a session refuses its requests, and the client dials again.
-With each request a client names the sessions whose connections broke: what the network still holds of them is refused,
-so that no request takes effect after its own repeat, or after what its sender asked for next.
-Replies are signed over the request's session and counter and their own status and body, so that none can be exchanged
-for another. A session is not bound to the server's end of the connection: a proxy between may spread the requests.
+request carries the session, a counter that grows, and an HMAC-SHA256 over purpose, method, path, session, counter and
+body. The server remembers the last counter of each session, so replays are refused without clocks; one that forgot a
+session refuses its requests, and the client dials again. With each request a client names the sessions whose
+connections broke, so that none takes effect after its own repeat, or after what its sender asked for next. Replies are
+signed over the request's session and counter and their own status and body. A proxy between may spread the requests.
 
 TLS clients accept exactly the certificate that came with the job's key: they check no authority, name or date.
 """
@@ -23,6 +21,7 @@ import ssl
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
@@ -57,7 +56,6 @@ def parse_credentials(header: str) -> Credentials | None:
 
 
 def create_id() -> str:
-    """32 unpredictable characters."""
     return secrets.token_hex(16)
 
 
@@ -97,12 +95,8 @@ def _is_same(a: str, b: str) -> bool:
 
 
 class Sessions:
-    """The server's sessions.
-
-    Their ids begin with the server's own random number, so that it need not remember a hello: whoever replays one
-    learns an id and makes the server keep nothing. It keeps the last count of each session in use, at most `max_used`
-    of them; then it takes another number, and all clients say hello again.
-    """
+    """Their ids begin with the server's own random number, so a replayed hello makes it keep nothing. It keeps the last
+    count of each session in use, at most `max_used`; then it takes another number, and all clients say hello again."""
 
     def __init__(self, max_used: int = 1 << 18) -> None:
         self._max_used = max_used
@@ -128,7 +122,6 @@ class Sessions:
         return True
 
     def end(self, sessions: Iterable[str]) -> None:
-        """Take no further request of these."""
         for session in sessions:
             if self.is_known(session) and (session in self._counts or len(self._counts) < self._max_used):
                 self._counts[session] = HIGHEST_COUNT
@@ -151,11 +144,7 @@ def is_tls_enabled(config: ElasticConfig, encrypted: bool) -> bool:
 
 
 def select_certificate(config: ElasticConfig, encrypted: bool) -> Certificate | None:
-    """The certificate of a job's server; None for plain HTTP. encrypted: as for `is_tls_enabled`.
-
-    Raises:
-        InvalidInput: no certificate can be read or made.
-    """
+    """The certificate of a job's server; None for plain HTTP. Raises InvalidInput: none can be read or made."""
     if not is_tls_enabled(config, encrypted):
         return None
     if config.tls_certificate is None or config.tls_key is None:
@@ -166,8 +155,7 @@ def select_certificate(config: ElasticConfig, encrypted: bool) -> Certificate | 
 def load_certificate(certificate: str, key: str) -> Certificate:
     """A certificate from PEM files; after it, `certificate` may hold the chain that signed it."""
     try:
-        with open(certificate, encoding="ascii") as file:
-            return _load_certificate(file.read(), certificate, key)
+        return _load_certificate(Path(certificate).read_text(encoding="ascii"), certificate, key)
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise InvalidInput(
             f"tls_certificate {certificate} and tls_key {key} cannot be used ({error}): give a certificate and its "
@@ -199,8 +187,7 @@ def create_certificate() -> Certificate:
 
 
 def create_pinned_context(public: str) -> ssl.SSLContext:
-    """A context for clients that refuses every certificate but this one. Requests stay signed inside it: TLS only adds
-    that no other process can read them."""
+    """For clients; refuses every certificate but this one. Requests stay signed inside it: TLS only hides them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | NO_CHECK_TIME

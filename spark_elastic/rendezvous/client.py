@@ -1,8 +1,7 @@
 """The client of slots and workers: sends requests to the driver, proves the job's key, and checks the proof of replies.
 
-Synchronous. Any number of threads may share a client; `close` releases the threads that wait. All requests are
-idempotent, so after a broken connection the client dials again until its time is over. Proxies that the environment
-names are not used.
+Any number of threads may share one. All requests are idempotent, so it dials again after a broken connection until its
+time is over. Proxies of the environment are not used.
 """
 
 from __future__ import annotations
@@ -132,8 +131,7 @@ class RendezvousClient:
         self._lock = threading.Lock()  # guards the three below
         self._idle: list[Connection] = []
         self._sockets: set[socket.socket] = set()  # of all connections
-        # Sessions of connections that broke in a request, as far as the driver has not been told.
-        self._broken: frozenset[str] = frozenset()
+        self._broken: frozenset[str] = frozenset()  # of which the driver has not been told
 
     def ask(
         self,
@@ -165,8 +163,7 @@ class RendezvousClient:
         while True:
             sent = self.clock.now()
             left = deadline - sent
-            # Short enough for a driver that went silent to be noticed in time, at a second try too.
-            hold_seconds = max(0.0, min(hold, left * POLL_SHARE))
+            hold_seconds = max(0.0, min(hold, left * POLL_SHARE))  # a silent driver is noticed in time
             broken = self._broken
             body = self._build_envelope(request, hold_seconds, broken)
             seconds = max(MIN_TRY_SECONDS, min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left))
@@ -216,8 +213,7 @@ class RendezvousClient:
         return self.clock.now()
 
     def last_answered_at(self) -> float:
-        """When the newest request was sent that the driver of this attempt has answered. The answer's time
-        would not show when the driver last received something (R18, publication)."""
+        """When the newest answered request was sent, by when the driver is sure to have lived (R18)."""
         return self._last_answered
 
     def _build_envelope(self, request: DriverRequest[Any], hold: float, broken: frozenset[str]) -> bytes:

@@ -85,7 +85,6 @@ def encode_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decode_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What `encode_numbers` was given."""
     return {name: float(value) if value in NON_FINITE else value for name, value in values.items()}
 
 
@@ -106,11 +105,7 @@ def to_plain(value: Any) -> Any:
 
 
 def read(cls: type[T], value: object) -> T:
-    """`value` (JSON types) as the dataclass `cls`.
-
-    Raises:
-        MalformedMessage: a field is missing, unknown or of another type.
-    """
+    """`value` (JSON types) as the dataclass `cls`. Raises MalformedMessage: a field is missing, unknown or wrong."""
     return typing.cast("T", read_as(cls, value, cls.__name__))
 
 
@@ -150,8 +145,7 @@ def _build_reader(hint: Any) -> Reader:
 
 
 def _read_scalar(hint: type, value: Any, where: str) -> Any:
-    # JSON has one kind of number; Python's bool is an int, on the wire it is not.
-    if type(value) is hint or (hint is float and type(value) is int):
+    if type(value) is hint or (hint is float and type(value) is int):  # bool is no int here
         return value
     raise MalformedMessage(f"{where} must be {hint.__name__}, not {type(value).__name__}")
 

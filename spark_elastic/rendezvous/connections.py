@@ -1,7 +1,7 @@
 """The server's connections: one request of HTTP/1.1 at a time, with deadlines and bounds. Event loop thread.
 
-What they serve is one function. It sees the head of a request before any byte of the body is read, and answers, or
-gives the function that answers once the body is there. An answer that waits for a change is a `LongPoll`.
+One function sees the head of a request before any byte of the body is read, and answers, or gives the function that
+answers the body. An answer that waits for a change is a `LongPoll`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class LongPoll:
     respond: Callable[[Callable[[], object]], object] = lambda compute: None
 
     def start(self, send: Callable[[Response], None]) -> None:
-        """Wait; `send` is called once, unless `cancel` is called before."""
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._is_woken = False
@@ -200,7 +199,6 @@ class Connection(asyncio.Protocol):
     # ---- requests
 
     def _read(self) -> None:
-        """Answer what has come whole; up to the first answer that is awaited."""
         while self._pending is None and not self._is_closing():
             if self._answer_body is None:
                 if not self._read_head():
@@ -279,6 +277,8 @@ class Connection(asyncio.Protocol):
 # Connections; a whole queue at once could use up the files before the first ones are closed.
 ACCEPT_BATCH = 64
 UNSERVED_LOG_INTERVAL = 60.0  # seconds between two log lines about requests that are not served
+# Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 class Connections:
@@ -311,7 +311,9 @@ class Connections:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             accepted.setblocking(False)
-            enable_keepalive(accepted)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                accepted.setsockopt(socket.IPPROTO_TCP, option, value)
             connection = Connection(self, accepted)
             self._all.add(connection)
             self.unauthenticated[connection] = None
@@ -362,13 +364,3 @@ class Connections:
             task.cancel()
         await asyncio.gather(*self._handshakes, return_exceptions=True)
         await asyncio.sleep(0)  # their transports close
-
-
-# Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
-KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-
-
-def enable_keepalive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)

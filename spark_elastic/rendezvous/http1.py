@@ -93,8 +93,7 @@ def _parse_fields(lines: list[str]) -> Fields:
         if parts is None:
             raise MalformedHead("a line of its head is not a field")
         name, value = parts[1].lower(), parts[2].rstrip(" \t")
-        # A length or a signature that stands there twice is none after this.
-        fields[name] = f"{fields[name]}, {value}" if name in fields else value
+        fields[name] = f"{fields[name]}, {value}" if name in fields else value  # twice is none for a length
     return fields
 
 

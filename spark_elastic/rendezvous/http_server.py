@@ -1,11 +1,7 @@
-"""HTTP server on one thread that outlives crashes of its event loop.
+"""HTTP server on one thread that outlives crashes of its event loop; its connections are in `connections.py`.
 
-The server owns the listening socket, the thread and the event loop. When an event loop dies, the next one takes over
-the bound socket, so the port never changes and clients only wait; a socket that no longer listens is replaced on the
-same port. A second socket may listen on localhost; it is dropped when it breaks. Other threads pass calls by `submit`,
-which never blocks; the calls run in the loop thread, in order, in the present loop or the next one.
-
-The connections themselves are in `connections.py`.
+When a loop dies, the next one takes over the bound socket, so clients only wait; a socket that no longer listens is
+replaced on the same port. A second socket may listen on localhost; it is dropped when it breaks.
 """
 
 from __future__ import annotations
@@ -225,8 +221,7 @@ def _is_listening(listener: socket.socket) -> bool:
         return False  # it was closed
 
 
-# Connections: two long polls, and heartbeats, log lines, reports and a request for a world at the same time.
-FILES_PER_WORKER = 6
+FILES_PER_WORKER = 6  # two long polls, and four requests at the same time
 RESERVED_FILES = 256  # for what else the driver's process opens
 
 _reserve_lock = threading.Lock()  # owns _reserved
@@ -235,12 +230,8 @@ _reserved: list[int] = []  # workers of each job that runs in this process; not 
 
 @contextmanager
 def reserve_files(workers: int) -> Iterator[None]:
-    """Let this process open the files that the server needs for so many workers' connections beside those of its other
-    jobs, while the block runs.
-
-    Raises:
-        InvalidInput: the hard limit forbids it.
-    """
+    """Let this process open the files for so many workers' connections beside those of its other jobs, while the block
+    runs. Raises InvalidInput: the hard limit forbids it."""
     with _reserve_lock:
         raise_file_limit(workers, sum(_reserved))
         _reserved.append(workers)

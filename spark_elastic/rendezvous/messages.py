@@ -1,7 +1,7 @@
 """The messages that the rendezvous server answers by itself, and how all messages travel.
 
-Messages that the driver machine consumes are in `protocol.messages`. The path of a message is its class name, and the
-class of its reply is the parameter of its `DriverRequest` base class. Nothing here knows HTTP, JSON or threads.
+The path of a message is its class name, and the class of its reply is the parameter of its `DriverRequest` base class.
+Nothing here knows HTTP, JSON or threads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from spark_elastic.protocol.messages import (
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId
 
 VERSION = 7  # of the wire format; client and server must have the same
-# Begins a log line that a slot itself writes; the driver always logs such lines.
-SLOT_LINE_PREFIX = "spark_elastic: "
+SLOT_LINE_PREFIX = "spark_elastic: "  # begins a slot's own log line, which the driver always logs
 MAX_BODY_BYTES = 8 << 20  # of a request
 MAX_ANSWER_BYTES = 512 << 20  # all values of the key-value store
 MAX_POLL_SECONDS = 20.0  # for which the server holds a long poll
@@ -92,11 +91,8 @@ class WorkerUpdate:
 
 @dataclass(frozen=True)
 class WatchWorker(WorkerRequest[WorkerUpdate]):
-    """Waits until the version differs, a world after `ended_fence` is over, or the worker must stop (long poll).
-
-    The request says what the worker received last, not which world it is in. It therefore cannot miss a world that
-    begins while the poll is open.
-    """
+    """Waits until the version differs, a world after `ended_fence` is over, or the worker must stop (long poll). It
+    says what the worker received last, so it cannot miss a world that begins while the poll is open."""
 
     ended_fence: Fence | None = None  # of the newest world that the worker knows to be over; None: none yet
     version: MembershipVersion = INITIAL_VERSION  # the newest membership version that it knows
@@ -106,16 +102,14 @@ class WatchWorker(WorkerRequest[WorkerUpdate]):
 class Report(WorkerRequest[Acknowledged]):
     """Progress for people. Some reports may be lost."""
 
-    # A few numbers by name. JSON has no NaN and no infinity: they travel as text (see `codec.encode_numbers`).
-    numbers: dict[str, Any]
+    numbers: dict[str, Any]  # by name; NaN and infinity as text, see `codec.encode_numbers`
 
 
 @dataclass(frozen=True)
 class Addresses:
     """Answers `FindAddresses`."""
 
-    # In the order of its ranks, of each as it gave it when it asked for a world; "" of one that has not yet.
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...]  # in the order of its ranks; "" of one that has asked for no world yet
 
 
 @dataclass(frozen=True)
@@ -133,8 +127,7 @@ class FindAddresses(WorkerRequest[Addresses]):
 class Values:
     """Answers `GetValues` and `SetValues`."""
 
-    # In the order of the requested keys, None where a key has no value; () answers `SetValues`.
-    values: tuple[bytes | None, ...] = ()
+    values: tuple[bytes | None, ...] = ()  # in the order of the keys, None where one has no value
 
 
 @dataclass(frozen=True)
@@ -186,8 +179,7 @@ class CompareAndSet(DriverRequest[Comparison]):
     key: str  # the one that changes
     expected: bytes | None  # None: the key has no value
     desired: bytes | None  # None: remove the key
-    # Unique. A request that is sent again, after a broken connection, gets the first one's reply.
-    token: str
+    token: str  # of a request that is sent again, which gets the first one's reply
 
 
 REQUESTS: tuple[type[DriverRequest[Any]], ...] = (
@@ -205,11 +197,9 @@ REQUESTS: tuple[type[DriverRequest[Any]], ...] = (
 
 
 def path_of(request: type[DriverRequest[Any]]) -> str:
-    """The path to which the request is posted."""
     return f"/rendezvous/{request.__name__}"
 
 
 def reply_of(request: type[DriverRequest[R]]) -> type[R]:
-    """The class of the reply to a request."""
     (reply,) = typing.get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
     return typing.cast("type[R]", reply)

@@ -1,11 +1,8 @@
 """Admits requests, and handles them: what they post to the driver, and what they answer from the server's state.
 
-The checks run in order of their cost, so that unauthenticated requests are cheap: credentials of a known session (401,
-before any byte of the body is read), size (413), signature and replay (401), form and version (400). A 401 has no
-content.
-
-Runs in the server's event loop thread. Handlers never block: what must wait is returned as a long poll, which waits for
-a change of the state, for the end of its connection and for its deadline at the same time.
+Checks run in order of their cost: credentials of a known session (401 without content, before any byte of the body is
+read), size (413), signature and replay (401), form and version (400). Runs in the event loop's thread; what must wait
+is a long poll.
 """
 
 from __future__ import annotations
@@ -24,30 +21,9 @@ from spark_elastic.protocol import events, messages
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from spark_elastic.rendezvous import auth, codec
+from spark_elastic.rendezvous import messages as wire
 from spark_elastic.rendezvous.connections import AnswerBody, LongPoll, Subject, Topic
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
-from spark_elastic.rendezvous.messages import (
-    MAX_BODY_BYTES,
-    MAX_POLL_SECONDS,
-    REQUESTS,
-    VERSION,
-    Addresses,
-    CompareAndSet,
-    Comparison,
-    FindAddresses,
-    GetValues,
-    Keys,
-    ListKeys,
-    LogLines,
-    Report,
-    SetValues,
-    SlotCommands,
-    Values,
-    WatchSlot,
-    WatchWorker,
-    WorkerUpdate,
-    path_of,
-)
 from spark_elastic.rendezvous.server_state import ServerState, name_generation_scope
 
 log = logging.getLogger("spark_elastic.rendezvous")
@@ -58,11 +34,8 @@ Peer = tuple[SlotId, WorkerId | None]
 
 
 class ConnectionTracker:
-    """Follows which slots and workers have a long poll open, and posts lost and restored connections.
-
-    A peer is lost when its last open poll breaks, until its next request. A peer that dials again before the server
-    sees the end of the old connection is not lost in between.
-    """
+    """Which slots and workers have a long poll open. A peer is lost when its last one breaks, until its next request:
+    one that dials again before the server sees the end of the old connection is not lost in between."""
 
     def __init__(self, post: Callable[[DriverEvent], None], clock: Clock) -> None:
         self._post, self._clock = post, clock
@@ -99,14 +72,11 @@ class ConnectionTracker:
 class ServerCallbacks:
     """What the server calls for events, output and decisions. No callable may block."""
 
-    # Takes the driver's events; called in the event loop's thread, as all but `on_logs` are.
-    post: Callable[[DriverEvent], None]
-    on_logs: Callable[[LogLines], None]  # takes workers' output; called in a thread of its own
-    # Given the facts of a slot's host: the sentence that refuses the slot, None to admit it.
-    admit: Callable[[dict[str, Any]], str | None] = lambda facts: None
-    on_report: Callable[[Report], None] = lambda report: None  # takes workers' progress
-    # Given the number of slots: seconds between two heartbeats of each.
-    heartbeat_interval: Callable[[int], float] = lambda slots: 1.0
+    post: Callable[[DriverEvent], None]  # takes the driver's events, in the loop's thread
+    on_logs: Callable[[wire.LogLines], None]  # takes workers' output
+    admit: Callable[[dict[str, Any]], str | None] = lambda facts: None  # the refusal, by facts
+    on_report: Callable[[wire.Report], None] = lambda report: None  # takes workers' progress
+    heartbeat_interval: Callable[[int], float] = lambda slots: 1.0  # seconds, by number of slots
 
 
 class Routes:
@@ -122,17 +92,17 @@ class Routes:
             messages.Heartbeat: self._heartbeat,
             messages.RequestNextWorld: self._next_world,
             messages.WorkerDone: self._next_world,
-            LogLines: self._logs,
-            WatchSlot: self._watch_slot,
-            WatchWorker: self._watch_worker,
-            Report: self._report,
-            FindAddresses: self._find_addresses,
-            SetValues: self._set,
-            GetValues: self._get,
-            ListKeys: self._list_keys,
-            CompareAndSet: self._compare_and_set,
+            wire.LogLines: self._logs,
+            wire.WatchSlot: self._watch_slot,
+            wire.WatchWorker: self._watch_worker,
+            wire.Report: self._report,
+            wire.FindAddresses: self._find_addresses,
+            wire.SetValues: self._set,
+            wire.GetValues: self._get,
+            wire.ListKeys: self._list_keys,
+            wire.CompareAndSet: self._compare_and_set,
         }
-        return {request: own.get(request, self._acknowledge) for request in REQUESTS}
+        return {request: own.get(request, self._acknowledge) for request in wire.REQUESTS}
 
     # ---- messages for the driver machine
 
@@ -192,26 +162,26 @@ class Routes:
 
     # ---- messages that the server answers by itself
 
-    def _logs(self, message: LogLines) -> messages.Acknowledged:
+    def _logs(self, message: wire.LogLines) -> messages.Acknowledged:
         self._callbacks.on_logs(message)
         return messages.Acknowledged(self._state.ended)
 
-    def _watch_slot(self, message: WatchSlot) -> object:
+    def _watch_slot(self, message: wire.WatchSlot) -> object:
         self._connections.mark_connected(_sender(message))
 
-        def get_commands() -> SlotCommands:
+        def get_commands() -> wire.SlotCommands:
             return self._state.get_commands(message.slot, message.seen)
 
-        def find_commands() -> SlotCommands | None:
+        def find_commands() -> wire.SlotCommands | None:
             now = get_commands()
             return now if now.workers_to_stop or now.release is not None else None
 
         return self._poll(_sender(message), (Subject.COMMANDS, message.slot), find_commands, get_commands)
 
-    def _watch_worker(self, message: WatchWorker) -> object:
+    def _watch_worker(self, message: wire.WatchWorker) -> object:
         self._connections.mark_connected(_sender(message))
 
-        def find_update() -> WorkerUpdate | None:
+        def find_update() -> wire.WorkerUpdate | None:
             now = get_update()
             known = message.version, message.ended_fence, None
             return None if (now.version, now.ended_fence, now.stop) == known else now
@@ -219,11 +189,11 @@ class Routes:
         get_update = partial(self._state.get_update, message.worker)
         return self._poll(_sender(message), (Subject.UPDATE, message.worker), find_update, get_update)
 
-    def _report(self, message: Report) -> messages.Acknowledged:
+    def _report(self, message: wire.Report) -> messages.Acknowledged:
         self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
         return messages.Acknowledged(self._stop_reason(message))
 
-    def _find_addresses(self, message: FindAddresses) -> object:
+    def _find_addresses(self, message: wire.FindAddresses) -> object:
         self._connections.mark_connected(_sender(message))
         self._refuse_stale(message.fence)
         world = self._state.find_world(message.fence)
@@ -232,11 +202,11 @@ class Routes:
         if not all(0 <= rank < world.size for rank in message.ranks):
             raise InvalidInput(f"ranks must be in [0, {world.size})")
 
-        def get_addresses() -> Addresses:
+        def get_addresses() -> wire.Addresses:
             self._refuse_stale(message.fence)
-            return Addresses(self._state.find_addresses(message.ranks))
+            return wire.Addresses(self._state.find_addresses(message.ranks))
 
-        def find_all() -> Addresses | None:
+        def find_all() -> wire.Addresses | None:
             now = get_addresses()
             return now if all(now.addresses) else None
 
@@ -250,27 +220,27 @@ class Routes:
 
     # ---- the key-value store
 
-    def _set(self, message: SetValues) -> Values:
+    def _set(self, message: wire.SetValues) -> wire.Values:
         for key, value in zip(message.keys, message.values, strict=False):
             self._state.values.set(message.scope, key, value)
         self._state.waiters.wake((Subject.VALUES, message.scope))
-        return Values()
+        return wire.Values()
 
-    def _get(self, message: GetValues) -> object:
+    def _get(self, message: wire.GetValues) -> object:
 
-        def get_values() -> Values:
-            return Values(self._state.values.get(message.scope, message.keys))
+        def get_values() -> wire.Values:
+            return wire.Values(self._state.values.get(message.scope, message.keys))
 
-        def find_values() -> Values | None:
+        def find_values() -> wire.Values | None:
             now = get_values()
             return None if message.wait and None in now.values else now
 
         return self._poll(None, (Subject.VALUES, message.scope), find_values, get_values)
 
-    def _list_keys(self, message: ListKeys) -> Keys:
-        return Keys(self._state.values.list_keys(message.scope, message.prefix))
+    def _list_keys(self, message: wire.ListKeys) -> wire.Keys:
+        return wire.Keys(self._state.values.list_keys(message.scope, message.prefix))
 
-    def _compare_and_set(self, message: CompareAndSet) -> Comparison:
+    def _compare_and_set(self, message: wire.CompareAndSet) -> wire.Comparison:
         reply = self._state.values.compare_and_set(message)
         self._state.waiters.wake((Subject.VALUES, message.scope))
         return reply
@@ -284,12 +254,7 @@ class Routes:
         find_reply: Callable[[], object],
         get_last_reply: Callable[[], object],
     ) -> object:
-        """What `find_reply` gives, if it gives something; else the poll that waits for it.
-
-        Args:
-            peer: lost if the connection breaks meanwhile; None: nobody is.
-            get_last_reply: gives the reply once the poll was held as long as its sender allows.
-        """
+        """What `find_reply` gives, or the poll that waits for it. peer: lost if the connection breaks meanwhile."""
         reply = find_reply()
         if reply is not None:
             return reply
@@ -308,7 +273,7 @@ class Dispatcher:
     def __init__(self, key: bytes, attempt: int, handlers: Handlers) -> None:
         self._key = key
         self._attempt = attempt
-        self._handlers = {path_of(cls): (cls, handler) for cls, handler in handlers.items()}
+        self._handlers = {wire.path_of(cls): (cls, handler) for cls, handler in handlers.items()}
         self._sessions = auth.Sessions()
 
     def __call__(self, request: HttpRequest) -> Response | AnswerBody:
@@ -318,7 +283,7 @@ class Dispatcher:
         is_hello = request.path == auth.HELLO
         if credentials.count if is_hello else not self._sessions.is_known(credentials.session):
             return Response(401, is_last=True)
-        if request.length > (0 if is_hello else MAX_BODY_BYTES):
+        if request.length > (0 if is_hello else wire.MAX_BODY_BYTES):
             return Response(413, is_last=True)
         return partial(self._answer, request.path, credentials)
 
@@ -326,8 +291,7 @@ class Dispatcher:
         if not auth.request_is_genuine(self._key, path, credentials, body):
             return Response(401, is_last=True)
         if path == auth.HELLO:
-            # It may be a replay: the connection counts as unauthenticated until a request in that session.
-            session = self._sessions.open(credentials.session)
+            session = self._sessions.open(credentials.session)  # unauthenticated: it may be a replay
             return self._sign(credentials, 200, _encode_text("session", session), is_authenticated=False)
         if not self._sessions.use(credentials):
             return Response(401, is_last=True)
@@ -345,19 +309,18 @@ class Dispatcher:
         if path not in self._handlers:
             raise codec.MalformedMessage("the driver knows no such request")
         cls, handler = self._handlers[path]
-        hold = envelope.get("hold", MAX_POLL_SECONDS)
+        hold = envelope.get("hold", wire.MAX_POLL_SECONDS)
         if type(hold) not in (int, float):
             raise codec.MalformedMessage("hold must be a number of seconds")
         reply = handler(codec.read(cls, envelope.get("message")))
         if isinstance(reply, LongPoll):
-            reply.hold = min(MAX_POLL_SECONDS, max(0.0, float(hold)))
+            reply.hold = min(wire.MAX_POLL_SECONDS, max(0.0, float(hold)))
         return reply
 
     def _respond(
         self, path: str, credentials: auth.Credentials, compute: Callable[[], object]
     ) -> Response | LongPoll | None:
-        """What `compute` gives, signed, or the error that it raises; only defects of ours end in 500. A long poll, or
-        None of one that goes on waiting, stays what it is."""
+        """What `compute` gives, signed, or the error that it raises. A long poll, or None, stays as it is."""
         try:
             reply = compute()
             if reply is None or isinstance(reply, LongPoll):
@@ -380,8 +343,8 @@ class Dispatcher:
 
     def _check_envelope(self, envelope: dict[str, Any]) -> None:
         version, attempt = envelope.get("v"), envelope.get("attempt")
-        if version != VERSION:
-            both = f"it speaks version {version!r} and the driver speaks {VERSION}"
+        if version != wire.VERSION:
+            both = f"it speaks version {version!r} and the driver speaks {wire.VERSION}"
             raise codec.MalformedMessage(f"{both}: {messages.ANOTHER_RELEASE} on all hosts")
         if type(attempt) is not int:
             raise codec.MalformedMessage("attempt must be int")
@@ -392,4 +355,4 @@ class Dispatcher:
 
 
 def _encode_text(kind: str, value: object) -> bytes:
-    return codec.dumps({"v": VERSION, kind: value})
+    return codec.dumps({"v": wire.VERSION, kind: value})

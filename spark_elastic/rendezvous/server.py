@@ -5,11 +5,8 @@ The driver's calls come from its loop thread and return at once; all state belon
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import logging
-import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,73 +16,11 @@ from spark_elastic.protocol.types import Fence, MembershipVersion, SlotId, Worke
 from spark_elastic.rendezvous.connections import AnswerBody
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
 from spark_elastic.rendezvous.http_server import Bind, HttpServer, format_address, listen, listen_on_loopback
-from spark_elastic.rendezvous.messages import LogLines
 from spark_elastic.rendezvous.routes import Dispatcher, Routes, ServerCallbacks
 from spark_elastic.rendezvous.server_state import ServerState
 from spark_elastic.rendezvous.status_app import StatusApp
 
 log = logging.getLogger("spark_elastic.rendezvous")
-
-MAX_PENDING = 16 << 20  # characters
-CLOSE_TIMEOUT = 2.0
-
-
-class LogForwarder:
-    """Delivers workers' output in order, from a thread of its own, so that a blocked terminal does not delay the
-    server.
-
-    It holds `max_pending` characters at most. When the reader is too slow, the newest lines are dropped and counted.
-    """
-
-    def __init__(self, deliver: Callable[[LogLines], None], max_pending: int = MAX_PENDING) -> None:
-        self._deliver = deliver
-        self._max_pending = max_pending
-        self._queue: queue.SimpleQueue[LogLines | None] = queue.SimpleQueue()  # None ends the thread
-        self._put = self._taken = 0  # characters so far; one thread counts each
-        self._dropped = 0  # lines since the last one that was taken
-        self._last_dropped: LogLines | None = None  # whose they were last
-        self._thread = threading.Thread(target=self._run, name="spark-elastic-logs", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def put(self, message: LogLines) -> None:
-        """Take a message or drop it; never blocks. The server's thread."""
-        if self._put - self._taken + _count_characters(message) > self._max_pending:
-            self._dropped += len(message.lines)
-            self._last_dropped = message
-        else:
-            self._enqueue(message, message.lines)
-
-    def close(self) -> None:
-        """Deliver what waits, for CLOSE_TIMEOUT at most; a reader that blocks longer is left to itself."""
-        if self._last_dropped is not None and self._dropped:  # none was taken after those
-            self._enqueue(self._last_dropped, ())
-        self._queue.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(CLOSE_TIMEOUT)
-
-    def _enqueue(self, message: LogLines, lines: tuple[str, ...]) -> None:
-        """The lines, behind one that tells of those that were dropped."""
-        dropped, self._dropped = self._dropped, 0
-        if dropped:
-            lines = (f"[{dropped} lines were dropped: they came faster than they were read]", *lines)
-        message = dataclasses.replace(message, lines=lines)
-        self._put += _count_characters(message)
-        self._queue.put(message)
-
-    def _run(self) -> None:
-        for message in iter(self._queue.get, None):
-            self._taken += _count_characters(message)
-            try:
-                self._deliver(message)
-            except Exception:  # a reader's defect must not end the stream
-                log.exception("handing on the output of %s failed", message.worker)
-
-
-def _count_characters(message: LogLines) -> int:
-    return sum(map(len, message.lines))
-
 
 MIN_KEY_BYTES = 16
 
@@ -113,9 +48,7 @@ class RendezvousServer:
                 "reach: set advertise_address or spark.driver.host."
             )
         self._state = ServerState(self.attempt)
-        self._logs = LogForwarder(self.callbacks.on_logs)
-        # Workers' output leaves the event loop's thread through `_logs`.
-        routes = Routes(self._state, dataclasses.replace(self.callbacks, on_logs=self._logs.put), self.clock)
+        routes = Routes(self._state, self.callbacks, self.clock)
         self._dispatcher = Dispatcher(self.key, self.attempt, routes.handlers())
         self._http_server: HttpServer | None = None
         self.address = ""  # what clients dial: "host:port", or "[host]:port" for IPv6
@@ -129,14 +62,12 @@ class RendezvousServer:
         loopback = listen_on_loopback(listener) if self.status_app is not None else None
         self._http_server = HttpServer(self._answer, listener, tls=tls, loopback=loopback)
         self._http_server.start()
-        self._logs.start()
 
     def close(self) -> None:
         """Answer every open request with the end, and stop; the port is free afterwards."""
         if self._http_server is not None:
             self.end("the driver has closed")
             self._http_server.close()
-            self._logs.close()
 
     def __enter__(self) -> RendezvousServer:
         self.start()
@@ -163,7 +94,6 @@ class RendezvousServer:
         self._submit(lambda: self._state.abort(fence, reason))
 
     def announce(self, version: MembershipVersion) -> None:
-        """Tell every watcher the newest membership version."""
         self._submit(lambda: self._state.announce(version))
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool = False) -> None:

@@ -28,32 +28,25 @@ SMALL_WORLD = 64
 GENERATION = "generation/"  # begins the scopes that only `open` makes
 
 
-@dataclass(frozen=True)
-class KeyValueLimits:
-    scopes: int = 256  # of the store; a generation's is counted, but never refused
-    keys: int = 65536  # of one scope
-    key_bytes: int = 512  # characters of one key
-    value_bytes: int = 4 << 20  # of one value
-    total_bytes: int = 256 << 20  # of all values together
-
-
 def name_generation_scope(generation: int) -> str:
     return f"{GENERATION}{generation}"
 
 
+@dataclass(eq=False)
 class KeyValueStore:
-    """Values by scope and key.
+    """Values by scope and key. A generation's scope is open while its world is, so that a late writer does not reach
+    the next one: else StaleGeneration. Others are opened by their first write. InvalidInput: a limit would be
+    exceeded."""
 
-    A generation's scope is opened and closed with its world, so that a late writer does not reach the next one; other
-    scopes are opened by their first write. Methods raise `StaleGeneration` for a generation's scope that is not open,
-    and `InvalidInput` if a limit would be exceeded.
-    """
+    most_scopes: int = 256  # a generation's is counted, but never refused
+    most_keys: int = 65536  # of one scope
+    key_bytes: int = 512  # characters of one key
+    value_bytes: int = 4 << 20  # of one value
+    total_bytes: int = 256 << 20  # of all values together
 
-    def __init__(self, bounds: KeyValueLimits | None = None) -> None:
-        self._bounds = bounds or KeyValueLimits()
+    def __post_init__(self) -> None:
         self._scopes: dict[str, dict[str, bytes]] = {}
-        # Whether each comparison changed its key, by scope and token; no values, since `_bytes` does not count these.
-        self._comparisons: dict[str, dict[str, bool]] = {}
+        self._comparisons: dict[str, dict[str, bool]] = {}  # by scope and token: whether it changed
         self._bytes = 0
 
     def open(self, scope: str) -> None:
@@ -70,11 +63,10 @@ class KeyValueStore:
     def set(self, scope: str, key: str, value: bytes) -> None:
         entries = self._scope(scope, create=True)
         grown = self._bytes + len(value) - len(entries.get(key, b""))
-        bounds = self._bounds
-        if len(value) > bounds.value_bytes or len(key) > bounds.key_bytes:
-            most = bounds.value_bytes
+        if len(value) > self.value_bytes or len(key) > self.key_bytes:
+            most = self.value_bytes
             raise InvalidInput(f"The value of {key[:80]!r} has {len(value)} bytes; {most} is the most.")
-        if grown > bounds.total_bytes or (key not in entries and len(entries) >= bounds.keys):
+        if grown > self.total_bytes or (key not in entries and len(entries) >= self.most_keys):
             raise InvalidInput(f"The key-value store is full; scope {scope[:80]!r} cannot take {key[:80]!r}.")
         entries[key] = value
         self._bytes = grown
@@ -87,8 +79,7 @@ class KeyValueStore:
         return tuple(key for key in self._scope(scope) if key.startswith(prefix))
 
     def compare_and_set(self, request: CompareAndSet) -> Comparison:
-        """A request that is sent again changes nothing again. If the first one changed nothing either, the answer has
-        the value of now."""
+        """A request that is sent again changes nothing again; one that failed gets the value of now."""
         entries = self._scope(request.scope, create=True)
         comparisons = self._comparisons.setdefault(request.scope, {})
         if request.token in comparisons:
@@ -99,7 +90,7 @@ class KeyValueStore:
             self.set(request.scope, request.key, request.desired)
         elif changed:
             self._bytes -= len(entries.pop(request.key, b""))
-        if len(comparisons) >= self._bounds.keys:
+        if len(comparisons) >= self.most_keys:
             del comparisons[next(iter(comparisons))]  # the oldest, which no client sends again
         comparisons[request.token] = changed
         return Comparison(changed, entries.get(request.key))
@@ -110,7 +101,7 @@ class KeyValueStore:
                 raise StaleGeneration(f"{name} is not open.")
             if not create:
                 return {}
-            if len(self._scopes) >= self._bounds.scopes:
+            if len(self._scopes) >= self.most_scopes:
                 raise InvalidInput(f"The key-value store has {len(self._scopes)} scopes, its most.")
         return self._scopes.setdefault(name, {})
 
@@ -193,7 +184,6 @@ class ServerState:
                 self.waiters.wake((Subject.VALUES, name_generation_scope(self._world.fence.generation)))
 
     def find_addresses(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """Of these members of the newest world."""
         members = self._world.members if self._world is not None else ()
         return tuple(self.addresses.get(members[rank].worker, "") for rank in ranks)
 
@@ -205,10 +195,8 @@ class ServerState:
         return self.ended if stop is None else stop.reason
 
     def find_next_world(self, worker: WorkerId, left: Fence | None) -> NextWorld | None:
-        """The newest world, if it has `worker` as a member and is newer than the one it left.
-
-        Members receive it even if it is over by now: the driver waits until each of them has left it.
-        """
+        """The newest world, if it has `worker` as a member and is newer than the one it left; also one that is over by
+        now: the driver waits until each member has left it."""
         world = self._world
         if world is None or (left is not None and left >= world.fence):
             return None

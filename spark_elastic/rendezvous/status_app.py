@@ -1,9 +1,8 @@
 """The status page: read-only pages for holders of its own token.
 
-The address in the job's log carries the token. The first visit sets a cookie, and the page removes the token from the
-address. Where an iframe blocks cookies, the page's script sends the token as a header. It accepts no POST,
-reads no body, limits the rate of requests and renders each page at most twice a second. Runs in the server's event
-loop thread.
+The address in the job's log carries it. The first visit sets a cookie, and the page removes the token from the address;
+where an iframe blocks cookies, its script sends it as a header. Each page is rendered at most twice a second, in the
+event loop's thread.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ log = logging.getLogger("spark_elastic.rendezvous")
 
 ROOT = "/status/"
 METRICS = "/metrics"  # also where scrapers look by habit
-RATE = 10.0  # requests a second
-BURST = 40.0
 PAGE_TTL = 0.5  # seconds for which a page is answered again as it is
 TOKEN_HEADER = "x-status-token"
 UNAUTHORIZED_TEXT = b"Open the address that the job's log shows: it carries the token of this page.\n"
@@ -55,13 +52,10 @@ class StatusApp:
             self._pages[METRICS] = self._pages[ROOT + "metrics"]
         self._clock = clock
         self._visitor_cookie = secrets.token_urlsafe(24)
-        # Cookies know no ports: several jobs on one host must not take each other's.
-        self._cookie = f"spark_elastic_{secrets.token_hex(4)}"
+        self._cookie = f"spark_elastic_{secrets.token_hex(4)}"  # those of other jobs on this host differ
         self._rendered: dict[str, tuple[float, bytes]] = {}
-        self._allowance, self._counted = BURST, clock.now()
 
     def url(self, server: str) -> str:
-        """What people open. server: its url."""
         return f"{server}{ROOT}?token={self.token}"
 
     def handles(self, request: HttpRequest) -> bool:
@@ -79,8 +73,6 @@ class StatusApp:
         return Response(status, body, fields + ALWAYS, is_authenticated=True)
 
     def _answer_visitor(self, request: HttpRequest, by_address: bool) -> tuple[int, bytes, Fields]:
-        if not self._within_rate():
-            return 429, b"Too many requests.\n", (*TEXT, ("retry-after", "1"))
         page = self._pages.get(request.path)
         if page is None:
             return 404, b"There is no such page.\n", TEXT
@@ -108,16 +100,6 @@ class StatusApp:
             return False
         value = cookies[self._cookie].value if self._cookie in cookies else ""
         return hmac.compare_digest(value.encode(), self._visitor_cookie.encode())
-
-    def _within_rate(self) -> bool:
-        """Takes one from a token bucket that only holders of the token use."""
-        now = self._clock.now()
-        self._allowance = min(BURST, self._allowance + RATE * (now - self._counted))
-        self._counted = now
-        if self._allowance < 1:
-            return False
-        self._allowance -= 1
-        return True
 
     def _render_page(self, path: str, page: Page) -> bytes:
         now = self._clock.now()

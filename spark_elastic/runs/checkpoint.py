@@ -40,8 +40,7 @@ _LIST = re.compile(LIST + r"([0-9]{6,18})-[0-9]{8,18}\.json")
 _CHECKPOINT = re.compile(r"([0-9]{6,18})-[0-9]{6,18}-[0-9]{5,18}-[0-9]-[0-9]{8,18}")
 VERSION = 5  # of the format of a checkpoint
 VALUES, MEMORY = "values", "memory"  # the parts of a snapshot
-# Keys of `WorkerSession.process_values`.
-CHECKPOINTER, SNAPSHOT_READER = "checkpointer", "snapshot_reader"
+CHECKPOINTER, SNAPSHOT_READER = "checkpointer", "snapshot_reader"  # keys of `process_values`
 FLUSH_TIMEOUT = 3600.0  # seconds that the end of a training waits for its last checkpoint
 WARN_INTERVAL = 60.0  # seconds between two warnings about it
 CLOSE_TIMEOUT = 60.0  # seconds that `close` waits for the checkpoint in flight
@@ -95,8 +94,6 @@ class CheckpointStore:
         names = ", ".join(checkpoint.name for checkpoint in candidates)
         raise StoreError(f"No checkpoint of {self._store.join(self._folder)} is whole: {names}.")
 
-    # ---- called by the driver
-
     def publish(self, attempt: int, checkpoints: Iterable[Checkpoint]) -> None:
         """Write the list of published checkpoints, newest first, of this attempt. `sweep` deletes the one before."""
         listed = [asdict(checkpoint) for checkpoint in checkpoints]
@@ -132,10 +129,7 @@ class CheckpointStore:
 
     def sweep(self, attempt: int, published: Sequence[Checkpoint]) -> None:
         """Delete the lists of `attempt` before its last one, and the checkpoints that the last one does not name: older
-        ones, and those of dead attempts. Newer ones stay: a worker may be about to report them.
-
-        The manifest is deleted first, so a half-deleted checkpoint never looks whole.
-        """
+        ones, and those of dead attempts, the manifest first. Newer ones stay: a worker may be about to report them."""
         paths = self._store.list(self._folder)
         for path in _select_lists(paths, attempt)[:-1]:
             self._store.delete(path)
@@ -176,19 +170,15 @@ Report = Callable[[Checkpoint | None], object]
 
 
 class CheckpointWriter:
-    """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits.
-
-    A store that fails costs that checkpoint, never the training; of a row of failures only the first is a warning.
-    """
+    """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits. A
+    store that fails costs that checkpoint, never the training; of a row of failures only the first is a warning."""
 
     def __init__(self, store: CheckpointStore, report: Report) -> None:
         """report: called in the thread."""
         self._store, self._report = store, report
         self._changed = threading.Condition()  # guards the five fields below
-        # The checkpoint to write next: its world, position, and a function that makes its parts.
-        self._waiting: tuple[Fence, Position, MakeParts] | None = None
-        # World and position of the checkpoint that was offered last; None: it failed, or none was.
-        self._offered: tuple[Fence, Position] | None = None
+        self._waiting: tuple[Fence, Position, MakeParts] | None = None  # the checkpoint to write next
+        self._offered: tuple[Fence, Position] | None = None  # the last one; None: it failed, or there is none
         # Whether it was offered again while it was not known to fail: at the end of a job nothing offers it once more.
         self._offered_again = False
         self._writing = self._closing = False
@@ -196,8 +186,7 @@ class CheckpointWriter:
         self._failures = 0  # since the last checkpoint that was written; the thread's own
 
     def offer(self, fence: Fence, position: Position, make_parts: MakeParts) -> None:
-        """Have a checkpoint written, unless it was offered before and does not fail. Returns at once. make_parts:
-        called in the thread."""
+        """Have a checkpoint written by the thread, unless it was offered before and does not fail. Returns at once."""
         with self._changed:
             self._offered_again = self._offered == (fence, position)
             if self._offered_again:
@@ -227,9 +216,7 @@ class CheckpointWriter:
                 if self._changed.wait_for(lambda: self._waiting is None and not self._writing, WARN_INTERVAL):
                     return
             log.warning("the last checkpoint is still being written, after %g s.", number * WARN_INTERVAL)
-        log.error(
-            "the last checkpoint is given up: the store does not answer; the newest one before it stays."
-        )
+        log.error("the last checkpoint is given up: the store does not answer; the one before it stays.")
 
     def close(self) -> None:
         """Write the checkpoint that waits, and end the thread."""
@@ -291,11 +278,8 @@ class CheckpointPolicy:
 
 
 class SnapshotReader:
-    """Reads snapshots back from checkpoints, each only once until `forget`. Training thread only.
-
-    Ranks that wait may give up the world meanwhile. If the next world read the checkpoint again, one that takes longer
-    than `collective_timeout` to read would never be used.
-    """
+    """Reads snapshots back from checkpoints, each only once until `forget`: ranks that wait may give up the world, and
+    a checkpoint that takes longer than `collective_timeout` to read would never be used. Training thread."""
 
     def __init__(self, store: Store, run_id: str, codec: Codec, kept: KeptCommits | None = None) -> None:
         """kept: what this host keeps of the run, of which the first candidate may be; None: nothing."""
@@ -304,8 +288,7 @@ class SnapshotReader:
         self._cached: tuple[tuple[Checkpoint, ...], Snapshot] | None = None
 
     def read(self, candidates: Sequence[Checkpoint]) -> Snapshot | None:
-        """The snapshot in the first undamaged candidate; StoreError if there is none. None: it was kept in memory and
-        is gone, and there is no other."""
+        """The snapshot in the first undamaged candidate; StoreError: there is none. None: it was kept, and is gone."""
         wanted = tuple(candidates)
         if self._kept is not None and wanted[0].is_kept:
             try:
@@ -337,26 +320,22 @@ class SnapshotReader:
 
 
 class Checkpointer:
-    """Writes snapshots of one training process as checkpoints. Training thread only.
+    """Writes snapshots of one training process, on rank 0 alone, as checkpoints. Training thread only.
 
-    Callers give it snapshots on rank 0 alone. A snapshot that `build_pending` has built waits until its step is final
-    (R1, finalized steps): from then on the step is part of the history of every survivor, and `write_pending` passes
-    the snapshot to the writer's thread.
-    """
+    A snapshot that `build_pending` has built waits until its step is final (R1, finalized steps): from then on the step
+    is part of the history of every survivor, and `write_pending` passes the snapshot to the writer's thread."""
 
-    def __init__(
-        self, store: Store, policy: CheckpointPolicy, clock: Clock, codec: Codec, report: Report
-    ) -> None:
+    def __init__(self, store: Store, due: CheckpointPolicy, clock: Clock, codec: Codec, tell: Report) -> None:
         self.stall_seconds = 0.0  # for which checkpoints have held up the training thread
-        self._policy, self._clock, self._codec = policy, clock, codec
+        self._due, self._clock, self._codec = due, clock, codec
         self._last, self._steps = clock.now(), 0  # when the last checkpoint was due, and steps since then
-        self._writer = CheckpointWriter(CheckpointStore(store, policy.run_id), report)
+        self._writer = CheckpointWriter(CheckpointStore(store, due.run_id), tell)
         self._pending: Snapshot | None = None  # a snapshot whose step is not finalized yet
 
     def count_step(self) -> bool:
         """Count a step. True if a checkpoint is due; the counts then begin again."""
         self._steps += 1
-        steps, seconds = self._policy.steps, self._policy.seconds
+        steps, seconds = self._due.steps, self._due.seconds
         by_steps = steps is not None and self._steps >= steps
         by_time = seconds is not None and self._clock.now() - self._last >= seconds
         if by_steps or by_time:
@@ -386,8 +365,7 @@ class Checkpointer:
         self._pending = None
 
     def offer(self, fence: Fence, snapshot: Snapshot) -> None:
-        """Pass a snapshot, which must not change any more, to the writer's thread, unless this world did so before and
-        it does not fail."""
+        """Pass a snapshot, which must not change any more, to the writer's thread: see `CheckpointWriter.offer`."""
         self._writer.offer(
             fence,
             snapshot.position,

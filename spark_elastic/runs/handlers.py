@@ -24,8 +24,7 @@ from spark_elastic.runs.snapshot import Bytes, SnapshotBuffer, SnapshotBuilder
 class StateHandler(ABC):
     """A value that is saved, restored and handed to other workers by methods of its own."""
 
-    # The rank whose value the others receive in `sync`, which all ranks call; it need not be 0.
-    source_rank = 0
+    source_rank = 0  # whose value the others receive in `sync`, which all ranks call
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -52,10 +51,8 @@ class StateHandler(ABC):
 
 
 class SnapshotHandler(StateHandler):
-    """A handler whose value is part of the state's one snapshot: complete together with all others, or not at all.
-
-    Used alone, `save` and `restore` work as Horovod's do; `sync` is the state's.
-    """
+    """A handler whose value is part of the state's one snapshot: complete together with all others, or not at all. Used
+    alone, `save` and `restore` work as Horovod's do; `sync` is the state's."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -67,8 +64,7 @@ class SnapshotHandler(StateHandler):
 
     @abstractmethod
     def load(self, values: Any, memory: Bytes) -> None:
-        """Set the value to what it was, in place. values: what `capture` returned. memory: the snapshot's, over which
-        later ones write."""
+        """Set the value in place. values: what `capture` returned. memory: later snapshots write over it."""
 
     def save(self) -> None:
         self._snapshots.begin(START, self.capture)

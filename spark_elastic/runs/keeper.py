@@ -22,8 +22,7 @@ MOST = 8  # descriptors in a message
 
 
 def read_start(pid: int) -> str:
-    """When the process began, in the kernel's clock: a number that tells it from a later one of the same id. "": it has
-    ended."""
+    """When the process began, which tells it from a later one of the same id; "": it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             fields = stat.read().rpartition(")")[2].split()

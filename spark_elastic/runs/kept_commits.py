@@ -81,16 +81,15 @@ class CommitKeeper:
         return self._fence is not None
 
     def allocate(self, nbytes: int) -> Bytes | None:
-        """Memory of exactly `nbytes` bytes for the next commit, in place of that of the commit before the newest. None:
-        commits are not kept, or there is no room for it."""
+        """Memory of exactly `nbytes` bytes for the next commit, in place of the one before the newest; None: no
+        room."""
         if self._fence is None:
             return None
         self.allocations += 1
         is_larger = nbytes > max((each.memory.nbytes for each in self._segments), default=-1)
         if is_larger and not _has_room(2 * nbytes):
-            self._give_up(
-                f"two copies of its {nbytes / 2**20:.0f} MiB do not fit into half of the free memory"
-            )
+            size = f"{nbytes / 2**20:.0f} MiB"
+            self._give_up(f"two copies of its {size} do not fit into half of the free memory")
             return None
         try:
             self._start_keeper()
@@ -277,11 +276,9 @@ class _Header:
 
 
 def _has_room(nbytes: int) -> bool:
-    from spark_elastic.data.reading.row_group_cache import (
-        measure_available_memory,  # loads slowly, with Arrow
-    )
+    from spark_elastic.data.reading import row_group_cache  # loads slowly, with Arrow
 
-    room = measure_available_memory()
+    room = row_group_cache.measure_available_memory()
     return room is None or nbytes <= SHARE * room[0]
 
 

@@ -1,8 +1,7 @@
-"""A run that this driver owns: its attempts, its published checkpoints, and the thread that publishes them.
+"""A run that this driver owns: its attempts and its published checkpoints. Any thread.
 
 Each driver that opens a run takes the next attempt, by creating an object in the store that only one driver can create.
-The highest attempt owns the run (R10, fence). A driver that finds a higher attempt publishes nothing more. The driver's
-loop calls `publish`, which returns at once; a thread, from `start` to `close`, writes to the store.
+The highest attempt owns the run (R10, fence). A driver that finds a higher attempt publishes nothing more.
 """
 
 from __future__ import annotations
@@ -10,12 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
 import re
 import secrets
 import socket
-import threading
-from collections.abc import Callable
 from typing import TypeAlias
 
 from spark_elastic.data.store import ENDED, Store, StoreFull
@@ -27,7 +23,6 @@ from spark_elastic.runs.checkpoint import CheckpointStore
 log = logging.getLogger("spark_elastic.state")
 
 MAX_TRIES = 100  # drivers that may open the run at the same moment
-END_WAIT = 30.0  # seconds that closing waits for the store
 _ATTEMPT = re.compile("[0-9]{6,18}")
 _COMMIT_KEY = re.compile(rb"[0-9a-f]{64}")
 
@@ -41,14 +36,10 @@ class OwnedRun:
         """checkpoints: those that are published when the driver opens the run, newest first."""
         self.store, self.run_id, self.attempt, self.checkpoints = store, run_id, attempt, checkpoints
         self._checkpoint_store = CheckpointStore(store, run_id)
-        # Lists to publish, newest last; None ends the thread.
-        self._requests: queue.SimpleQueue[CheckpointList | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
 
     @classmethod
     def acquire(cls, store: Store, run_id: str) -> OwnedRun:
-        """Take the run's next attempt. From then on no other driver owns the run, and what earlier ones left half
-        written is removed."""
+        """Take the run's next attempt, which ends the earlier ones, and remove what those left half written."""
         attempt = acquire_attempt(store, run_id)
         run = cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
         run.remove_partial()
@@ -63,10 +54,8 @@ class OwnedRun:
                 f"attempt {self.attempt} is not there any more"
             )
         if owner != self.attempt:
-            taken_by = describe_owner(self.store, self.run_id, owner)
-            raise JobCancelled(
-                f"run {self.run_id!r} {TAKEN_OVER} ({taken_by}; this one is attempt {self.attempt})"
-            )
+            who = f"{describe_owner(self.store, self.run_id, owner)}; this one is attempt {self.attempt}"
+            raise JobCancelled(f"run {self.run_id!r} {TAKEN_OVER} ({who})")
 
     @property
     def commit_key_name(self) -> str:
@@ -116,38 +105,8 @@ class OwnedRun:
     def _find_owner(self) -> int:
         return find_highest_attempt(self.store, self.run_id)
 
-    # ---- publishing checkpoints
-
-    def start(self, on_lost: Callable[[str], None]) -> None:
-        """Start the publishing thread, in which on_lost is called once, with a sentence, if another driver owns the
-        run."""
-        name = "spark-elastic-publisher"
-        self._thread = threading.Thread(target=self._run, args=(on_lost,), name=name, daemon=True)
-        self._thread.start()
-
-    def publish(self, checkpoints: CheckpointList) -> None:
-        """Have the thread publish these checkpoints, newest first, in place of the former list. Returns at once."""
-        self._requests.put(checkpoints)
-
-    def close(self) -> None:
-        """Publish what was requested, and end the thread."""
-        self._requests.put(None)
-        if self._thread is not None:
-            self._thread.join(END_WAIT)
-
-    def _run(self, on_lost: Callable[[str], None]) -> None:
-        while (checkpoints := self._requests.get()) is not None:
-            try:
-                self.publish_now(checkpoints)
-            except JobCancelled as error:
-                on_lost(str(error))
-                return
-            except Exception as error:  # of any file system; the next request may succeed
-                log.warning("a checkpoint could not be published: %s", error)
-
     def publish_now(self, checkpoints: CheckpointList) -> None:
-        """Publish the list, then delete the checkpoints that it does not name. Blocks. Raises JobCancelled if another
-        driver owns the run."""
+        """Publish the list, then delete the checkpoints that it does not name. Blocks. Raises as `check`."""
         self.check()
         try:
             self._checkpoint_store.publish(self.attempt, checkpoints)

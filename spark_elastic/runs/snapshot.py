@@ -1,10 +1,8 @@
 """Snapshots of a training state: how they are built, copied in the background, and broadcast to other workers.
 
 A snapshot consists of a small tree of values and one flat memory that holds the large arrays; the tree refers to the
-memory by `Extent` or `ArrayRef`. Hand-written states and the estimators' trainers use the same snapshots, so hand-over
-and checkpoints exist once. The training thread owns everything here, except for the copies that `SnapshotBuffer` makes
-in a thread of its own.
-"""
+memory by `Extent` or `ArrayRef`. The training thread owns everything here, except for the copies that `SnapshotBuffer`
+makes in a thread of its own."""
 
 from __future__ import annotations
 
@@ -100,10 +98,8 @@ def align(nbytes: int) -> int:
 class Snapshot:
     """One complete version of a training state."""
 
-    # How far the training had come; hand-written training counts its commits as steps of epoch 0.
-    position: Position
-    # Everything small, with references into `memory` in place of arrays. Shares nothing with the live state.
-    values: Any
+    position: Position  # how far training had come; hand-written training counts commits as steps of epoch 0
+    values: Any  # everything small, with references into `memory`; shares nothing with the live state
     memory: Bytes  # (n,) bytes of all arrays
 
     def copy(self) -> Snapshot:
@@ -118,18 +114,15 @@ class SnapshotBuilder:
         # (offset, live memory) of what is copied before the snapshot is returned, and of what may be copied later.
         self.immediate: list[tuple[int, Bytes]] = []
         self.deferred: list[tuple[int, Bytes]] = []
-        # One function for each deferred one; its number changes with each change of that memory.
-        self.change_counters: list[Callable[[], int]] = []
-        # (extent, function that copies to it) of what lies on another device.
-        self.remote: list[tuple[Extent, Callable[[Bytes], None]]] = []
+        self.change_counters: list[Callable[[], int]] = []  # one for each deferred one: grows as it changes
+        self.remote: list[tuple[Extent, Callable[[Bytes], None]]] = []  # another device's, and what copies it
         self.wait_remote: Callable[[], None] = lambda: None  # waits until these copies are complete
         # Returns memory of so many bytes, to which the other device copies quickly.
         self.allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
         self.size = 0  # bytes that the snapshot needs so far
 
     def add_remote(self, nbytes: int, copy: Callable[[Bytes], None]) -> Extent:
-        """Have memory of another device copied. copy: begins to copy it to so many bytes; `wait_remote`
-        waits for its end."""
+        """Have memory of another device copied. copy: begins to copy it; `wait_remote` waits for its end."""
         extent = Extent(self.size, nbytes)
         self.remote.append((extent, copy))
         self.size += align(nbytes)
@@ -185,8 +178,7 @@ class _BackgroundCopy:
     """Copies what a snapshot defers, and has it kept. `torn` says afterwards whether some of it changed meanwhile."""
 
     def __init__(self, snapshot: Snapshot, builder: SnapshotBuilder, keeper: CommitKeeper | None) -> None:
-        self.snapshot = snapshot
-        self._keeper = keeper
+        self.snapshot, self._keeper = snapshot, keeper
         self.torn = False
         self._deferred, self._counters = builder.deferred, builder.change_counters
         self._before = [count() for count in self._counters]
@@ -223,8 +215,7 @@ class SnapshotBuffer:
         self._newest: Snapshot | None = None
         self._free_memory: Bytes = np.empty(0, np.uint8)
         self._running: _BackgroundCopy | None = None
-        # Deferred memory changed too early once; from then on nothing is copied in the background.
-        self._synchronous = False
+        self._synchronous = False  # deferred memory changed too early once: no more background copies
         self.keeper, self._warns = keeper, warns
 
     def begin(self, position: Position, capture: Capture) -> None:
@@ -289,8 +280,7 @@ class Codec(Protocol):
     def dumps(self, values: Any) -> bytes: ...
 
     def loads(self, data: bytes, *, trusted: bool) -> Any:
-        """The values that `dumps` encoded. trusted: the bytes come from a peer of the mesh, which has proved that it
-        holds the job's key; else from the store."""
+        """The values that `dumps` encoded. trusted: by a peer, which holds the job's key; else from the store."""
         ...
 
 
@@ -321,11 +311,8 @@ def broadcast_snapshot(
     allocate: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8),
 ) -> Snapshot | None:
     """Send the snapshot of rank `source` to the ranks that receive it; collective over the whole group (R5, staging).
-
     What arrives is verified by checksum and returned, or StoreError; the receiver's state does not change before it
-    loads it. snapshot: on rank `source`; ignored on the others. receives: this rank takes it; False: it returns None,
-    as `source` does. allocate: returns memory of so many bytes for what arrives.
-    """
+    loads it. snapshot: of rank `source`. receives: this rank takes it; False: it returns None, as `source` does."""
     if group.rank == source:
         assert snapshot is not None
         values, position = np.frombuffer(codec.dumps(snapshot.values), np.uint8), snapshot.position

@@ -1,9 +1,8 @@
-"""Messages and heartbeats through a store, for processes that cannot dial each other but reach the same store.
+"""Messages through a store, for processes that cannot dial each other but reach the same store.
 
 A `StoreChannel` exchanges messages between two sides: objects of the store, each a JSON list of the messages that were
-sent since the last one, signed with the job's key, and deleted by the side that has read them. A `StoreHeartbeat` shows
-that its owner lives. Each side has a thread of its own, from `start` to `close`.
-"""
+sent since the last one, signed with the job's key. The side that reads them deletes all but the newest, by which
+`wait_until_silent` sees that the other side lives. Each side has a thread of its own, from `start` to `close`."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ log = logging.getLogger("spark_elastic.state")
 
 POLL_EVERY = 0.5  # seconds between two looks into the store
 SEND_EVERY = 2.0  # seconds after which a side without messages sends an empty list, as a sign of life
+SILENT_AFTER = 4 * SEND_EVERY  # seconds after which a side that has sent nothing counts as gone
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class ChannelEnd:
         return self._signature(name, body) + b"\n" + body
 
     def verify(self, name: str, content: bytes) -> list[dict[str, Any]]:
-        """The messages in the object of that name; StoreError if the other side did not write it under that name, or it
-        is not yet complete."""
+        """The messages in the object of that name; StoreError: the other side did not write it so, or not yet all."""
         signature, _, body = content.partition(b"\n")
         if not hmac.compare_digest(signature, self._signature(name, body)):
             raise StoreError(f"The message {name} is not whole, or not signed with the job's key.")
@@ -64,14 +63,13 @@ class StoreChannel:
     def __init__(
         self, end: ChannelEnd, receives: Iterable[type], on_message: Callable[[Any], None], clock: Clock
     ) -> None:
-        """receives: types of messages. on_message: called with each, in their order, in the channel's thread; what it
-        raises is logged."""
+        """receives: types of messages. on_message: called with each in the channel's thread, which logs what it
+        raises."""
         self._end, self._on_message, self._clock = end, on_message, clock
         self._types = {cls.__name__: cls for cls in receives}
         self._lock = threading.Lock()  # owns _outbox
         self._outbox: list[object] = []
-        # An object whose write failed, and which may be there all the same.
-        self._unconfirmed: bytes | None = None
+        self._unconfirmed: bytes | None = None  # an object whose write failed; it may be there all the same
         self._sent = self._read = 0  # numbers of the next objects
         self._last_sent = clock.now()
         self.last_seen = clock.now()  # when the other side last sent something
@@ -97,8 +95,8 @@ class StoreChannel:
         self._thread.join(timeout)
 
     def poll(self) -> None:
-        """Send what waits and read what is there, once; StoreError if the store failed, or an object in it is not
-        whole: no message is lost."""
+        """Send what waits and read what is there, once. After a StoreError (an object may not be whole) nothing is
+        lost."""
         self._send_outbox()
         while self._end.store.exists(name := self._end.object_name(self._end.own, self._read)):
             # An object that does not verify stays: it may be incomplete, or lie where one is still to come.
@@ -110,7 +108,8 @@ class StoreChannel:
                     self._on_message(codec.read(self._types[message.pop("type")], message))
                 except Exception:
                     log.exception("a message could not be handled")
-            self._end.store.delete(name)
+            if self._read > 1:
+                self._end.store.delete(self._end.object_name(self._end.own, self._read - 2))
 
     def _send_outbox(self) -> None:
         if self._unconfirmed is not None:
@@ -144,55 +143,17 @@ class StoreChannel:
                     self._clock.sleep(POLL_EVERY)
 
 
-# ---- heartbeats
-
-HEARTBEAT_EVERY = 2.0  # seconds
-STALE_AFTER = 4 * HEARTBEAT_EVERY  # seconds without a new heartbeat after which its owner counts as gone
-LOOK_EVERY = 0.5  # seconds between two looks at a heartbeat
-END_WAIT = 5.0  # seconds for a heartbeat that is being written
-
-
-class StoreHeartbeat:
-    """Writes a growing count to the object `name` of the store while the block runs, and deletes it at the end."""
-
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self._name = store, name
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="spark-elastic-heartbeat", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._closing.set()
-        self._thread.join(END_WAIT)
-
-    def _run(self) -> None:
-        count = 0
-        while True:
-            try:
-                self._store.write_bytes(self._name, str(count).encode())
-            except StoreError as error:  # the side that waits usually cannot read the store either
-                log.warning("a heartbeat was not written: %s", error)
-            count += 1
-            if self._closing.wait(HEARTBEAT_EVERY):
-                break
+def wait_until_silent(end: ChannelEnd, clock: Clock) -> None:
+    """Return once the side that has this end, too, has sent nothing for `SILENT_AFTER` seconds. While the store fails,
+    nothing follows about that side, and the wait begins anew."""
+    seen, since = "", clock.now()
+    while clock.now() - since < SILENT_AFTER:
+        clock.sleep(POLL_EVERY)
         try:
-            self._store.delete(self._name)
+            sent = [name for name in end.store.list(end.folder) if f"/{end.other}-" in name]
         except StoreError as error:
-            log.debug("the last heartbeat was not deleted: %s", error)
-
-
-def wait_until_stale(store: Store, name: str, clock: Clock) -> None:
-    """Return once the count has not grown for `STALE_AFTER` seconds; one that does not exist counts as one that does
-    not grow. While the store fails, nothing follows about the owner, and the wait begins anew."""
-    seen, since = b"", clock.now()
-    while clock.now() - since < STALE_AFTER:
-        clock.sleep(LOOK_EVERY)
-        try:
-            count = store.read_bytes(name) if store.exists(name) else b""
-        except StoreError as error:
-            log.debug("a heartbeat cannot be read: %s", error)
+            log.debug("the channel cannot be read: %s", error)
             since = clock.now()
         else:
-            seen, since = count, since if count == seen else clock.now()
+            newest = max(sent, default="")
+            seen, since = newest, since if newest == seen else clock.now()

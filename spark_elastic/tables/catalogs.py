@@ -66,8 +66,7 @@ class CatalogTable:
         return f"table {self.name!r} of the catalog {self.uri}"
 
     def open(self, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What `read_snapshot` reads, and storage options for it. options: the user's. Raises InvalidInput if there is
-        no such table, its kind cannot be read, or the catalog refuses, StoreError if nobody answers."""
+        """What `read_snapshot` takes. options: the user's. Raises StoreError if the catalog does not answer."""
         try:
             return self._open(options)
         except ConnectionError as error:
@@ -95,8 +94,7 @@ class CatalogTable:
 
     def away(self, error: object) -> ConnectionError:
         return ConnectionError(
-            f"the catalog {self.uri} does not answer ({self.hide(error)}): check its uri, and that driver and workers "
-            "reach it"
+            f"the catalog {self.uri} does not answer ({self.hide(error)}): check its uri, and that all hosts reach it"
         )
 
     def refusal(self, error: object) -> InvalidInput:
@@ -130,11 +128,9 @@ class CatalogTable:
 
 
 def find_in_catalog(catalog: Any, table: Any) -> Any:
-    """The table of that name in the catalog; without a catalog what was given.
-
-    catalog: a `pyiceberg.catalog.Catalog`, or a dict of properties: {"type": "rest", "uri": ...} as pyiceberg's, or
-    {"type": "unity", "uri": ..., "token": ...}. A value may be a function, or "env:NAME", a variable of each process.
-    """
+    """The table of that name in the catalog; without a catalog what was given. catalog: a pyiceberg `Catalog` or a dict
+    of properties: {"type": "rest", "uri": ...} as pyiceberg's, or {"type": "unity", "uri": ..., "token": ...}. A value
+    may be a function, or "env:NAME", a variable of each process."""
     if catalog is None or table is None:
         return table
     if not isinstance(table, str):

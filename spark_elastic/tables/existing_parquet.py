@@ -1,8 +1,7 @@
 """A manifest for Parquet files that another program wrote: any row groups, further columns, folders by partition.
 
 Owns what is checked before such files are trained on: one type and one shape a column, and no nulls, by the footers
-wherever these say so. Columns that petastorm encoded are described as what they decode to. Large row groups become
-several. Knows nothing of Spark. Runs in the caller's thread.
+wherever these say so. Large row groups become several. Knows nothing of Spark. Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -65,9 +64,7 @@ def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tu
     first = stores[0]
     for path, other in zip(paths, stores, strict=True):
         if other.filesystem != first.filesystem:
-            raise InvalidInput(
-                f"{path!r} and {paths[0]!r} lie in different file systems: read one at a time."
-            )
+            raise InvalidInput(f"{path!r} and {paths[0]!r} lie in different file systems: read one alone.")
     common = posixpath.commonpath([store.root for store in stores])
     if _may_be_parquet(common) and first.filesystem.isfile(common):
         common = posixpath.dirname(common)
@@ -87,32 +84,22 @@ def _drop_dots(store: Store) -> Store:
 
 
 def describe_parquet(
-    store: Store,
-    columns: Sequence[str],
-    transformed: bool = False,
-    piece_bytes: int = PIECE_BYTES,
-    names: Sequence[str] = ("",),
-    collect: CollectFooters = collect_footers_in_threads,
+    store: Store, columns: Sequence[str], names: Sequence[str] = ("",), **options: Any
 ) -> Manifest:
-    """The Parquet files under the store's root, or under `names` in it, as a data set of `columns`.
-
-    transformed: a transformation makes numbers of bytes, strings, dates and timestamps. Row groups of more than twice
-    `piece_bytes` when decoded are taken in pieces of that size, which readers cut once. collect: reads the footers.
-    """
+    """The Parquet files under the store's root, or under `names` in it, as a data set of `columns`. options: of
+    `describe_files`."""
     _refuse_parts_of_tables(store, names)
     # A file that several of the names lead to is there once.
     found = {each.name: each for name in names for each in _parquet(store, name)}.values()
     files = [DataFile(each, partition_values(each.name), is_fixed=False) for each in found]
-    return describe_files(
-        store, files, columns, transformed, piece_bytes, _find_fields(store, names), collect
-    )
+    return describe_files(store, files, columns, fields=_find_fields(store, names), **options)
 
 
 def list_columns(store: Store, file: DataFile, names: Sequence[str] | None = None) -> list[str]:
     """The columns of a file, and of its path, of types that can be read. names: among these; None: all."""
     footer = FileFooter(store, file)
     known = [*footer.schema.names, *file.constants] if names is None else names
-    types = dict(footer.find_types(known))
+    types = footer.find_types(known)
     readable = {name for name in known if name in file.constants or _is_readable(types.get(name))}
     left = [name for name in known if name not in readable]
     if left:
@@ -137,8 +124,7 @@ def _is_readable(arrow: pa.DataType | None) -> bool:
 def find_data_files(
     urls: Sequence[str], columns: Sequence[str], storage_options: Mapping[str, Any]
 ) -> tuple[Store, tuple[DataFile, ...]]:
-    """The Parquet files at these urls (at least one), as Spark writes urls, and one store that holds them all. columns:
-    those that a file's path may tell of."""
+    """The Parquet files at these urls, as Spark writes them, and a store that holds all. columns: a path may have."""
     parts = [urlsplit(url) for url in urls]
     places = [(each.scheme or "file", each.netloc, unquote(each.path)) for each in parts]
     store, names = open_common(places, storage_options)
@@ -185,15 +171,15 @@ def describe_files(  # noqa: PLR0913 - what callers know of the files
     collect: CollectFooters = collect_footers_in_threads,
     where: Predicate | None = None,
 ) -> Manifest:
-    """As `describe_parquet`, of these files. fields: what petastorm says of columns. where: which rows are taken."""
+    """These files as a data set of `columns`. Row groups of more than twice `piece_bytes` when decoded are taken in
+    pieces of that size. transformed: a transformation makes numbers of bytes, strings, dates and timestamps. fields:
+    what petastorm says of columns. collect: reads the footers. where: which rows are taken."""
     names = list(dict.fromkeys(columns))
     read = list(data_files) if where is None else drop_excluded(data_files, where)
     files = _Files(store, read, collect(store, read, names, where))
     if not files.data:
         which = "" if where is None else " that match where"
-        raise InvalidInput(
-            f"The Parquet files in {store.url} have no rows{which}: there is nothing to train on."
-        )
+        raise InvalidInput(f"The Parquet files in {store.url} have no rows{which}: nothing to train on.")
     described = tuple(_build_column(name, files, transformed, fields) for name in names)
     for column in described:
         _refuse_nulls(column.name, files)
@@ -266,10 +252,11 @@ class _Files:
         return found
 
     def count_nulls(self, column: str) -> int:
-        return sum(
-            facts.nulls.get(column, facts.rows if file.constants.get(column) == NO_VALUE else 0)
-            for file, facts in zip(self.data, self.facts, strict=True)
+        pairs = zip(self.data, self.facts, strict=True)
+        absent = (
+            (facts, facts.rows if file.constants.get(column) == NO_VALUE else 0) for file, facts in pairs
         )
+        return sum(facts.nulls.get(column, rows) for facts, rows in absent)
 
     def _different_types(
         self, column: str, first: int, found: pa.DataType, place: int, other: pa.DataType | None
@@ -323,8 +310,7 @@ def _refuse_table_formats(store: Store, name: str, listed: Sequence[ObjectInfo])
         if kind is not None:
             way = "fit(spark.read.format('hudi').load(...))" if kind == "hudi" else "fit_on_table"
             raise InvalidInput(
-                f"{store.join(name)} holds a table of {kind}, in whose files there may be rows that it has no more: "
-                f"train with {way}."
+                f"{store.join(name)} holds a table of {kind}, whose files may have deleted rows: train with {way}."
             )
 
 
@@ -336,8 +322,8 @@ def _refuse_parts_of_tables(store: Store, names: Sequence[str]) -> None:
         with suppress(StoreError):
             if above.exists("_delta_log"):
                 raise InvalidInput(
-                    f"The paths lie in {above.url}, a table of delta, in whose files there may be rows that it has no "
-                    "more: train with fit_on_table."
+                    f"The paths lie in {above.url}, a table of delta, whose files may have deleted rows: train with "
+                    "fit_on_table."
                 )
 
 
@@ -368,9 +354,7 @@ def _build_column(name: str, files: _Files, transformed: bool, fields: Mapping[s
         assert values is not None
         is_empty = not len(values) or not values[0].is_valid
         if is_empty or not (len(values[0]) or transformed):
-            raise InvalidInput(
-                f"The column {name!r} begins with an empty array or a null: leave the row out."
-            )
+            raise InvalidInput(f"The column {name!r} begins with an empty array or null: leave the row out.")
         shape.append(len(values[0]))
         values, arrow = values.flatten(), arrow.value_type
     dtype = _find_dtype(name, arrow, transformed)
@@ -453,9 +437,8 @@ def _make_ragged(column: Column) -> Column:
 
 
 def _find_difference(column: Column, files: _Files, transformed: bool) -> str | None:
-    """Where arrays of another length than the first are; None: nowhere. Judged by the number of values in each row
-    group and, where others may be taken, by the first rows: lengths may add up by chance. What neither shows is found
-    when it is read."""
+    """Where arrays of another length than the first are; None: nowhere. Judged by the values of each row group and,
+    where others may be taken, by the first rows: lengths may add up by chance."""
     expected = math.prod(column.shape)
     if transformed and len(column.shape) == 1:
         lengths = count_elements(files.first_rows(column.name, 1 + _SAMPLED_VALUES // (1 + expected)))
@@ -475,8 +458,7 @@ def _find_difference(column: Column, files: _Files, transformed: bool) -> str | 
 
 
 def _cut_groups(files: _Files, columns: Sequence[Column], most: int) -> RowGroups:
-    """The row groups, the large ones in parts, which plan, cache and prefetch take for row groups, without those of
-    which the table has no row."""
+    """The row groups of which the table has rows, the large ones in parts."""
     rows, size = files.group_rows, files.group_bytes
     ragged = [column for column in columns if column.ragged]
     if ragged:  # the bytes of decoded values, where these are more: numbers may be encoded in few bits

@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from spark_elastic.clock import SystemClock, read_thread_seconds
 from spark_elastic.data.reading.decoding import (
     drop_views,
     is_list,
@@ -78,8 +77,7 @@ class FileSchema:
 
     names: tuple[str, ...]  # the names of all columns in the file
     types: tuple[tuple[str, pa.DataType], ...]  # (wanted column, its type), of those that are in the file
-    # (column, its name in the file); (): columns have their own names.
-    stored_names: tuple[tuple[str, str], ...]
+    stored_names: tuple[tuple[str, str], ...]  # (column, its name in the file); (): their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +90,7 @@ class FileFacts:
     # bytes before compression.
     groups: Int64s
     nulls: Mapping[str, int]  # wanted column -> its nulls; those that are not in the file are not in here
-    # Wanted column of arrays -> its numbers in each row group, those of deleted rows among them.
-    values: Mapping[str, Int64s]
+    values: Mapping[str, Int64s]  # wanted column of arrays -> its numbers in each row group, deleted or not
     deleted: Mask | None  # of each row in the file, whether it is not taken; None: as the table says
 
 
@@ -112,20 +109,13 @@ def collect_footers(
 def collect_footers_in_threads(
     store: Store, files: Sequence[DataFile], columns: Sequence[str], where: Predicate | None = None
 ) -> list[FileFacts]:
-    """As `collect_footers`, with threads if there are many files, and a folder that makes readers wait."""
-    first, rest = files[:FILES_PER_THREAD], files[FILES_PER_THREAD:]
-    done: list[FileFacts] = []
-    if store.is_local or not rest:  # a local folder may be a network drive
-        clock = SystemClock()
-        began, busy = clock.now(), read_thread_seconds()
-        done, files = collect_footers(store, first, columns, where), rest
-        if 2 * (read_thread_seconds() - busy) > clock.now() - began:
-            # Threads would only wait for the interpreter's lock, and take twice as long.
-            return [*done, *collect_footers(store, rest, columns, where)]
+    """As `collect_footers`, with threads if there are many files."""
     parts = [files[start : start + FILES_PER_THREAD] for start in range(0, len(files), FILES_PER_THREAD)]
+    if len(parts) < 2:
+        return collect_footers(store, files, columns, where)
     with ThreadPoolExecutor(THREADS, "footers") as threads:
         found = threads.map(lambda part: collect_footers(store, part, columns, where), parts)
-        return [*done, *chain.from_iterable(found)]
+        return list(chain.from_iterable(found))
 
 
 class FileFooter:
@@ -145,13 +135,14 @@ class FileFooter:
         self.rows = self.footer.num_rows - (0 if data.deleted is None else int(data.deleted.sum()))
 
     def describe(self, columns: Sequence[str], where: Predicate | None) -> FileFacts:
-        types = dict(self.find_types(columns))
+        types = self.find_types(columns)
         stored_names = tuple(self.stored_names.items())
         schema = FileSchema(tuple(self.schema.names), tuple(types.items()), stored_names)
         given = self.data.deleted
         if where is not None:
             self.keep_matching(where)
-        groups = self.describe_groups()
+        sizes = [(n, group.num_rows, group.total_byte_size) for n, group in enumerate(self.groups)]
+        groups = np.array([each for each in sizes if each[1]], np.int64).reshape(-1, 3).T
         nulls = {name: self.count_nulls(name) for name in types}
         values = {name: self.count_values(name, groups[0]) for name in types if is_list(types[name])}
         deleted = None if self.data.deleted is given else self.data.deleted
@@ -173,11 +164,9 @@ class FileFooter:
     def find_stored_name(self, column: str) -> str:
         return self.stored_names.get(column, column)
 
-    def find_types(self, columns: Sequence[str]) -> Iterator[tuple[str, pa.DataType]]:
-        for column in dict.fromkeys(columns):
-            found = self.find_type(column)
-            if found is not None:
-                yield column, found
+    def find_types(self, columns: Sequence[str]) -> dict[str, pa.DataType]:
+        found = {column: self.find_type(column) for column in columns}
+        return {column: kind for column, kind in found.items() if kind is not None}
 
     def find_type(self, column: str) -> pa.DataType | None:
         """The plain type; None: the column is not in the file. A table that gives names knows all columns of a file."""
@@ -240,11 +229,6 @@ class FileFooter:
         low, high = (pa.array([each[end] for each in ranges], kind) for end in (0, 1))
         is_null = (np.array(nulls) == [group.num_rows for group in groups]) | pa.types.is_null(kind)
         return Bounds(low, high, is_null, np.array(nulls) != 0, pa.types.is_floating(kind))
-
-    def describe_groups(self) -> Int64s:
-        """(3, n): the number, rows and bytes of each row group that has rows."""
-        numbers = [(index, group.num_rows, group.total_byte_size) for index, group in enumerate(self.groups)]
-        return np.array([each for each in numbers if each[1]], np.int64).reshape(-1, 3).T
 
     def find_leaf(self, column: str) -> int:
         """The number of the stored column that tells of a column's nulls and length: its last, a vector's first."""

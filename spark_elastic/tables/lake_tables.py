@@ -1,8 +1,7 @@
 """Tables of Delta Lake and Iceberg as the data files of one snapshot, with what only the table knows of them.
 
-A table's own log says which files and rows belong to a version, and the values of partition columns; it is read by the
-packages `deltalake` and `pyiceberg`. Of Iceberg's delete files this module knows which count for which data file: by
-position, by deletion vector, and by equality. Knows nothing of Spark. The caller's thread, and a few of its own.
+A table's own log is read by the packages `deltalake` and `pyiceberg`. Of Iceberg's delete files this module knows which
+count for which data file. Knows nothing of Spark. The caller's thread, and a few of its own.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ class TableSnapshot:
     """The files of one version of a table."""
 
     name: str  # how errors name it, such as "version 3 of the Delta table file:///tables/t"
-    version: int  # what reads it again: the version of Delta or the snapshot id of Iceberg
     store: Store  # holds all files
     files: tuple[DataFile, ...]  # each marks the rows that the table has no more
     columns: tuple[str, ...]  # the names of its columns
-    single: tuple[str, ...]  # those of single values
 
 
 def read_snapshot(table: Any, version: Version | None, storage_options: Mapping[str, Any]) -> TableSnapshot:
@@ -160,14 +157,12 @@ def _read_delta(uri: str, version: int | datetime | None, store: Store, delta_op
         info = ObjectInfo(path, action["size_bytes"], action["modification_time"] / 1000)
         files.append(DataFile(info, constants, stored_names, types=types, deleted=vectors.get(path)))
     number, columns = table.version(), tuple(each.name for each in schema.fields)
-    single = [column for column, kind in types.items() if not is_list(kind)]
     name = f"version {number} of the Delta table {store.url}"
-    return TableSnapshot(name, number, store, tuple(files), columns, tuple(single))
+    return TableSnapshot(name, store, tuple(files), columns)
 
 
 def _check_not_before(number: int, moment: datetime, store: Store) -> None:
-    """Raises InvalidInput if that version, which deltalake takes for the state at a time, was written later: it takes
-    the oldest for any time before it."""
+    """Raises InvalidInput if the version is newer than a time: deltalake takes the oldest for any time before it."""
     logged = f"_delta_log/{number:020d}.json"
     written = store.describe(logged).modified if store.exists(logged) else None
     if written is not None and written > _to_utc(moment).timestamp():
@@ -261,8 +256,7 @@ def _read_iceberg(
     deletes = [each for each in entries if each.data_file.content.name != "DATA"]
     deleted = DeletedRows(table.specs(), deletes, storage_options).find(store, data, files)
     files = [replace(file, deleted=mask) for file, mask in zip(files, deleted, strict=True)]
-    single = tuple(field.name for field in schema.fields if field.field_type.is_primitive)
-    return TableSnapshot(name, number, store, tuple(files), tuple(ids), single)
+    return TableSnapshot(name, store, tuple(files), tuple(ids))
 
 
 def _find_partition_values(table: Any, schema: Any, types: Mapping[str, Any], file: Any) -> dict[str, str]:
@@ -315,8 +309,7 @@ class DeletedRows:
     def __init__(
         self, specs: Mapping[int, Any], entries: Sequence[Any], storage_options: Mapping[str, Any]
     ) -> None:
-        """specs: the table's partition specs by their numbers. entries: those of the manifests that are delete
-        files."""
+        """specs: the table's partition specs by their numbers. entries: the manifests' delete files."""
         self._specs, self._options = specs, storage_options
         # Path of a data file -> for each delete file that names it, the sequence number and the rows.
         self._positions: dict[str, list[tuple[int, Int64s]]] = defaultdict(list)
@@ -336,8 +329,7 @@ class DeletedRows:
             self._equalities[self._find_partition(entry.data_file)].append(equality)
 
     def find(self, store: Store, entries: Sequence[Any], files: Sequence[DataFile]) -> list[Mask | None]:
-        """Of each data file, which of its rows are deleted; None: no delete file counts for it. entries: those of
-        `files`, which are in the store."""
+        """Of each data file, which rows are deleted; None: no delete file counts for it. entries: those of `files`."""
         if not self._positions and not self._equalities:
             return [None] * len(files)
         pairs = zip(entries, files, strict=True)

@@ -59,8 +59,7 @@ class Predicate:
 
     @classmethod
     def parse(cls, where: Any) -> Predicate | None:
-        """where: a list of comparisons that all must hold, or a list of such lists of which one must; None: no
-        `where`."""
+        """where: a list of comparisons that all must hold, or a list of such lists of which one must."""
         if where is None:
             return None
         groups = [where] if _is_group(where) else where
@@ -77,8 +76,7 @@ class Predicate:
         return list(dict.fromkeys(name for group in self.groups for name, _, _ in group))
 
     def combine(self, decide: Callable[[Comparison], Mask]) -> Mask:
-        """Of each row, whether it matches. decide: of each row, whether one comparison holds; for all rows at once if
-        it has one value."""
+        """Of each row, whether it matches. decide: of each, or of all at once, whether one comparison holds."""
         return reduce(np.logical_or, (reduce(np.logical_and, map(decide, group)) for group in self.groups))
 
 
@@ -121,8 +119,7 @@ def match(values: pa.Array, comparison: Comparison) -> Mask:
 
 
 def judge(bounds: Bounds, comparison: Comparison) -> Mask:
-    """Of each part, whether the comparison may hold for a row, and whether it holds for all: an array of two rows.
-    Raises InvalidInput as `match`."""
+    """(2, parts): whether the comparison may hold for a row, and whether it holds for all. Raises as `match`."""
     if bounds.is_null.all():
         return np.zeros((2, len(bounds.low)), np.bool_)
     name, operator, value = comparison
@@ -182,8 +179,7 @@ def _fit_all(comparison: Comparison, kind: pa.DataType) -> tuple[pa.Array, int]:
 
 
 def _fit(value: Any, kind: pa.DataType) -> tuple[pa.Scalar, int]:
-    """The greatest value of the type that is not above the given one, and 0 if they are equal, else 1; where all are
-    above it, the least and -1."""
+    """The greatest value of the type that is not above the given one, and 0 if equal, else 1; or the least, and -1."""
     value = value.item() if isinstance(value, np.number) else value
     if types.is_temporal(kind):
         most = 2 ** (kind.bit_width - 1) - 1

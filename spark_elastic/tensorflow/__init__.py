@@ -1,33 +1,10 @@
 """TensorFlow on elastic workers: `import spark_elastic.tensorflow as hvd` speaks Horovod's API. Knows no Spark."""
 
-from spark_elastic.gradients.process_sets import get_process_set_ids_and_ranks, is_process_set_included
 from spark_elastic.horovod.ops import horovod_names
-from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.horovod_names import *
-from spark_elastic.horovod.ops.horovod_names import check_extension
-from spark_elastic.horovod.ops.operations import barrier
-from spark_elastic.horovod.tensorflow import elastic
+from spark_elastic.horovod.tensorflow import elastic, gathering
 from spark_elastic.horovod.tensorflow.allreduce import allreduce, grouped_allreduce
-from spark_elastic.horovod.tensorflow.gathering import (
-    allgather,
-    allgather_object,
-    alltoall,
-    broadcast,
-    broadcast_,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-    grouped_allgather,
-    grouped_reducescatter,
-    join,
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    reducescatter,
-    size_op,
-)
+from spark_elastic.horovod.tensorflow.gathering import *
 from spark_elastic.horovod.tensorflow.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,
@@ -39,38 +16,16 @@ from spark_elastic.training.keras.devices import SlotGpuSelection
 from spark_elastic.worker.context import get_process_context
 
 __all__ = [
-    "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "PartialDistributedOptimizer",
     "SyncBatchNormalization",
-    "allgather",
-    "allgather_object",
     "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
-    "check_extension",
     "elastic",
-    "get_process_set_ids_and_ranks",
-    "grouped_allgather",
     "grouped_allreduce",
-    "grouped_reducescatter",
-    "is_process_set_included",
-    "join",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "rank_op",
-    "reducescatter",
-    "size_op",
 ]
 __all__ += horovod_names.__all__
+__all__ += gathering.__all__
 
 get_process_context().get_or_create(SlotGpuSelection)

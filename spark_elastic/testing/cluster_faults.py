@@ -1,9 +1,7 @@
 """Faults on the user's own cluster, by a plan: the workers themselves inject each fault at its step.
 
 Each fault is injected once, in whichever worlds its step is repeated: the first worker that creates the fault's object
-in the folder injects it. Knows no Spark: an executor is found among the ancestors of the training process. Main thread
-only.
-"""
+in the folder injects it. An executor is found among the ancestors of the training process. Main thread only."""
 
 from __future__ import annotations
 
@@ -85,7 +83,8 @@ class ClusterFaults:
 
     def inject(self, step: int, rank: int, size: int, epoch: int = 0) -> None:
         """Inject the faults that are due on this worker. Call it on every worker at the beginning of each step."""
-        self._slow_down()
+        if self._clock.now() < self._slow[0]:
+            self._clock.sleep(self._slow[1])
         for number, fault in list(self._left.items()):
             if (epoch, step) >= (fault.epoch, fault.step) and fault.rank % size == rank:
                 del self._left[number]
@@ -109,8 +108,9 @@ class ClusterFaults:
 
     def _execute(self, fault: InjectedFault, target: int) -> None:
         match fault.kind:
-            case "stop":
-                _continue_after(target, fault.seconds)
+            case "stop":  # a stopped process cannot continue itself
+                command = ["sh", "-c", f"sleep {fault.seconds}; kill -CONT {target}"]
+                subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
                 os.kill(target, signal.SIGSTOP)
             case "cut":
                 _break_connections()
@@ -121,14 +121,9 @@ class ClusterFaults:
             case _:
                 os.kill(target, signal.SIGKILL)
 
-    def _slow_down(self) -> None:
-        if self._clock.now() < self._slow[0]:
-            self._clock.sleep(self._slow[1])
-
 
 def _find_target(kind: FaultKind) -> int:
-    """The process that gets the signal. Raises InvalidInput: this worker has no executor of its own among its
-    ancestors, as in Spark's local mode."""
+    """The process that gets the signal. Raises InvalidInput: no executor is among this worker's ancestors."""
     if kind == "kill slot":
         return os.getppid()
     if kind not in ("kill executor", "drain"):
@@ -142,12 +137,6 @@ def _find_target(kind: FaultKind) -> int:
         f"'{kind}' needs executors in processes of their own, and this worker is below none: use a cluster, or "
         'master("local-cluster[3,1,1024]"), or one of the other kinds.'
     )
-
-
-def _continue_after(pid: int, seconds: float) -> None:
-    """Send SIGCONT from another process, since a stopped process cannot continue itself."""
-    command = ["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"]
-    subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
 
 
 def _break_connections() -> None:

@@ -49,12 +49,10 @@ class ProcessLauncher(LocalLauncher):
         collective_timeout: float = 20.0,
         spare_after: float = 0.0,
     ) -> None:
-        """room: how many slots this cluster has. collective_timeout: of its workers, in seconds. spare_after: how long
-        after its first worker each slot starts a warm spare, in seconds. Tests that kill whole slots need none; a spare
-        imports frameworks for as long as a worker."""
+        """room: how many slots this cluster has. collective_timeout: of its workers, in seconds. spare_after: as the
+        setting; tests that kill whole slots need no spares, which import frameworks for as long as a worker."""
         self._hosts = NumberedHosts(room, slots_per_host)
-        self._collective_timeout = collective_timeout
-        self._spare_after = spare_after
+        self._collective_timeout, self._spare_after = collective_timeout, spare_after
         super().__init__(program, self._hosts, clock, preload)
 
     def start(self, spec: SlotSpec, post: Post) -> None:
@@ -73,10 +71,7 @@ class ProcessLauncher(LocalLauncher):
 
 
 class FakeClock:
-    """`spark_elastic.clock.Clock` for tests: `sleep` moves the time instead of waiting.
-
-    One thread moves the time; any thread may read it.
-    """
+    """`spark_elastic.clock.Clock` for tests: `sleep` moves the time. One thread moves it; any thread may read it."""
 
     def __init__(self, start: float = 0.0, wall: float = 1_700_000_000.0) -> None:
         self._now = start
@@ -99,11 +94,8 @@ class FakeClock:
 
 
 class CountingProgram:
-    """A program without a framework whose result shows every step that was lost, repeated or half applied.
-
-    Its state is one vector. Step s adds f(s) to it, divided evenly over the ranks, so the final vector has a closed
-    form that does not depend on the worlds in between.
-    """
+    """A program without a framework whose result shows every step that was lost, repeated or half applied: step s adds
+    f(s) to one vector, divided evenly over the ranks, so its final value does not depend on the worlds in between."""
 
     def __init__(self, steps: int, seconds: float = 0.0, rows: int = 96) -> None:
         self._steps = steps

@@ -8,16 +8,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from spark_elastic.driver.journal import FORMAT, decode_commands, decode_event, decode_initial
+from spark_elastic.driver.journal import FORMAT, Commands, decode_commands, decode_event, decode_initial
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
-from spark_elastic.protocol.commands import DriverCommand
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.events import DriverEvent, Received
 from spark_elastic.rendezvous.codec import MalformedMessage
@@ -33,7 +32,7 @@ class JournalEntry:
 
     line: int  # of the journal
     event: DriverEvent  # what the machine was given
-    commands: tuple[DriverCommand, ...]  # what it decided
+    commands: Commands  # what it decided
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Replay:
     """A job that decided again as it had."""
 
     initial: dict[str, Any]  # arguments of `driver_machine.initial`
-    first: tuple[DriverCommand, ...]  # what the machine decided at the beginning
+    first: Commands  # what the machine decided at the beginning
     entries: tuple[JournalEntry, ...]  # events and decisions, in order
     state: DriverState  # how the machine ended
 
@@ -81,9 +80,8 @@ def replay(path: str | os.PathLike[str], job: int = -1) -> Replay:
     """
     jobs = list(_jobs(Path(path)))
     if not -len(jobs) <= job < len(jobs):
-        raise InvalidInput(
-            f"the journal {path} has {len(jobs)} jobs, and none has the number {job}: give another one."
-        )
+        count = len(jobs)
+        raise InvalidInput(f"{path} has {count} jobs, and none has the number {job}: give another one.")
     return _repeat(path, *jobs[job])
 
 
@@ -92,9 +90,7 @@ def replay_all(path: str | os.PathLike[str]) -> list[Replay]:
     return [_repeat(path, *job) for job in _jobs(Path(path))]
 
 
-def _repeat(
-    path: object, initial: dict[str, Any], first: tuple[DriverCommand, ...], entries: list[JournalEntry]
-) -> Replay:
+def _repeat(path: object, initial: dict[str, Any], first: Commands, entries: list[JournalEntry]) -> Replay:
     state, commands = driver_machine.initial(**initial)
     _compare(path, "the beginning", first, commands)
     for entry in entries:
@@ -102,14 +98,13 @@ def _repeat(
             state, commands = driver_machine.step(state, entry.event)
         except Exception as error:
             subject = entry.event.message if isinstance(entry.event, Received) else entry.event
-            raise ReplayDiffers(
-                f"{path}, line {entry.line}: the machine fails at {subject}: {error!r}"
-            ) from error
+            text = f"{path}, line {entry.line}: the machine fails at {subject}: {error!r}"
+            raise ReplayDiffers(text) from error
         _compare(path, f"line {entry.line}, at {entry.event}", entry.commands, commands)
     return Replay(initial, first, tuple(entries), state)
 
 
-Job = tuple[dict[str, Any], tuple[DriverCommand, ...], list[JournalEntry]]
+Job = tuple[dict[str, Any], Commands, list[JournalEntry]]
 
 
 def _jobs(path: Path) -> Iterator[Job]:
@@ -151,9 +146,7 @@ def _read_header(line: dict[str, Any]) -> Job:
     return decode_initial(line["initial"]), decode_commands(line["commands"]), []
 
 
-def _compare(
-    path: object, where: str, recorded: Sequence[DriverCommand], now: Sequence[DriverCommand]
-) -> None:
+def _compare(path: object, where: str, recorded: Commands, now: Commands) -> None:
     for number, (old, new) in enumerate(zip(recorded, now, strict=False), start=1):
         if old != new:
             raise ReplayDiffers(f"{path}, {where}: command {number} was {old}, and now it is {new}")

@@ -39,11 +39,9 @@ class LocalBatch(Generic[R]):
     features: tuple[R, ...]  # (n, ...) each
     labels: tuple[R, ...]  # (n, ...) each
     weights: R | None  # (n,) Sample weights, if there are any
-    # In bitwise mode the rows of each virtual share of this rank, in order; the arrays above are then empty.
-    shares: tuple[LocalBatch[R], ...] = ()
+    shares: tuple[LocalBatch[R], ...] = ()  # in bitwise mode this rank's; the arrays above are then empty
     first_share: int = 0  # the number, among the step's virtual shares, of the first of `shares`
-    # How all ranks divide the step's virtual shares; None: there are none, or this is one of them.
-    division: Division | None = None
+    division: Division | None = None  # of the step's virtual shares over all ranks; None: there are none
     # Labels and weights in memory of the host, where the arrays above are on another device.
     on_host: tuple[tuple[R, ...], R | None] | None = None
 
@@ -68,7 +66,6 @@ class LocalBatch(Generic[R]):
             yield self.cut(slice(len(self) * number // parts, len(self) * (number + 1) // parts))
 
     def cut(self, part: slice) -> LocalBatch[R]:
-        """Some of these rows, of the same step."""
         on_host = self.on_host
         return LocalBatch(
             self.planned,
@@ -86,13 +83,11 @@ def _cut(labels: tuple[R, ...], weights: R | None, part: slice) -> tuple[tuple[R
 # ---- rows for metrics
 
 Arrays = list[npt.NDArray[Any]]
-# By name: a sum over some rows, and what it is divided by, that is their number or their weight.
-Logged = Mapping[str, tuple[float, float]]
+Logged = Mapping[str, tuple[float, float]]  # by name: a sum over rows, and their number or weight
 
 
 class StepMetrics(ABC):
-    """Metrics of one step after another: exact, and equal on all ranks, since each receives the rows of the whole step,
-    in rank order. What a step gathered counts once `commit` is called."""
+    """Metrics of one step after another: exact, and equal on all ranks, since each receives all rows of a step."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float]] = {}  # as `Logged`, of losses, functions and logged numbers
@@ -117,11 +112,9 @@ class StepMetrics(ABC):
         self._gathered = [unpack_arrays(each) for each in group.allgather_bytes(blob)]
 
     def discard(self) -> None:
-        """Drop the rows of a step that was aborted."""
         self._drop()
 
     def commit(self) -> None:
-        """Count the gathered rows: the step is applied."""
         gathered = self._gathered
         self._drop()
         for logged in (part for parts, _ in gathered for part in parts):
@@ -176,9 +169,8 @@ class Column(NamedTuple):
 def gather_columns(
     group: Group, chunks: Sequence[Chunk], pause: AbstractContextManager[None] | None = None
 ) -> tuple[list[Column], int, bool]:
-    """Exchange the chunks of all ranks inside of `pause`. Collective: ranks without rows call it, too.
-    Returns the columns, where the rows of this rank begin among those of the step, and whether it has the first of
-    them: such a rank alone reports the loss. Raises InvalidInput as `join_chunks`, on all ranks alike."""
+    """Exchange the chunks of all ranks, inside of `pause`. Collective: ranks without rows call it, too.
+    Returns the columns, where this rank's rows begin among them, and whether it reports the loss: it has the first."""
     packed = pack_arrays([chunk.rows for chunk in chunks], [c for chunk in chunks for c in chunk.columns])
     with pause or nullcontext():
         ranks = [_split(*unpack_arrays(blob)) for blob in group.allgather_bytes(packed)]

@@ -74,8 +74,7 @@ _VALIDATION = Check("a fraction of the rows below 1, or the name of a column", _
 class DataConfig:
     """Which rows a fit takes, in which order, and how many at a time."""
 
-    # columns fed to the model, in the order of its inputs
-    feature_cols: tuple[str, ...] = param(_check_columns)
+    feature_cols: tuple[str, ...] = param(_check_columns)  # fed to the model, in the order of its inputs
     label_cols: tuple[str, ...] = param(_check_columns)  # columns fed to the loss
     sample_weight_col: str | None = param(COLUMN.or_none(), None)  # column with a weight for each row
     # Shape of one row of each feature column as the model takes it; None: as it is stored.
@@ -84,8 +83,7 @@ class DataConfig:
     # Rows to validate with: a fraction, or the name of the column that marks them; None: no validation.
     validation: float | str | None = param(_VALIDATION, None)
     batch_size: int = param(COUNT, 32)  # rows of one forward pass of a worker
-    # The same in validation; None: batch_size.
-    val_batch_size: int | None = param(COUNT.or_none(), None, may_change=True)
+    val_batch_size: int | None = param(COUNT.or_none(), None, may_change=True)  # None: batch_size
     backward_passes_per_step: int = param(COUNT, 1)  # forward passes of a worker whose gradients are one step
     epochs: int = param(COUNT, 1, may_change=True)  # passes over the data
     seed: int = param(SEED, 0)  # seed of the order of rows and of the workers' random numbers
@@ -95,8 +93,7 @@ class DataConfig:
     # Streams that an epoch is cut into, as far as memory and rows of a step suffice; None: 16, or 2 for each worker.
     lanes: int | None = param(COUNT.or_none(), None)
     reader: str = param(_check_reader, "arrow", may_change=True)  # a name of `data.reading.readers`
-    # Whether a worker keeps all decoded rows, as far as memory allows.
-    inmemory_cache_all: bool = param(FLAG, False, may_change=True)
+    inmemory_cache_all: bool = param(FLAG, False, may_change=True)  # whether a worker keeps decoded rows
 
     def __post_init__(self) -> None:
         for name, role, columns in (
@@ -109,7 +106,6 @@ class DataConfig:
 
     @property
     def validation_batch(self) -> int:
-        """Rows of one forward pass of a worker in validation."""
         return self.val_batch_size or self.batch_size
 
     @property
@@ -124,8 +120,7 @@ class WorldConfig:
 
     num_workers: int = param(COUNT, 1, may_change=True)  # at the start; the global batch is made for them
     min_workers: int = param(COUNT, 1, may_change=True)  # fewest to continue with
-    # Most workers ever; None stands for num_workers and is replaced by it.
-    max_workers: int = param(COUNT.or_none(), None, may_change=True)
+    max_workers: int = param(COUNT.or_none(), None, may_change=True)  # None: becomes num_workers
     balance_rows: bool = param(FLAG, False, may_change=True)  # whether slow workers get fewer rows of a step
 
     def __post_init__(self) -> None:
@@ -140,13 +135,9 @@ class OptimizerConfig:
     # Learning rate of all parameter groups; None: the optimizer's own.
     learning_rate: float | None = param(_LEARNING_RATE.or_none(), None)
     scale_lr: bool = param(FLAG, False)  # whether all learning rates are multiplied by num_workers, once
-    # Largest 2-norm of all gradients together; None: no limit.
-    gradient_clip_norm: float | None = param(ABOVE_0.or_none(), None)
-    # Largest absolute value of an element of a gradient; None: no limit.
-    gradient_clip_value: float | None = param(ABOVE_0.or_none(), None)
-    precision: str | None = param(
-        _SIXTEEN_BITS, None
-    )  # forward passes under autocast: "bf16", "fp16" or None
+    gradient_clip_norm: float | None = param(ABOVE_0.or_none(), None)  # 2-norm of all gradients together
+    gradient_clip_value: float | None = param(ABOVE_0.or_none(), None)  # of an element of a gradient
+    precision: str | None = param(_SIXTEEN_BITS, None)  # of autocast in forward passes; None: there is none
     compile_model: bool = param(FLAG, False, may_change=True)  # whether workers compile the forward pass
 
 
@@ -157,8 +148,7 @@ class LossConfig:
     # Whose rows a loss that compares rows sees: "step", all of the step; "worker", those of a backward pass of one
     # worker; None: such a loss is refused.
     loss_scope: str | None = param(make_choice("step", "worker").or_none(), None, may_change=True)
-    # Whether the first loss of NaN or infinity ends the training.
-    terminate_on_nan: bool = param(FLAG, True, may_change=True)
+    terminate_on_nan: bool = param(FLAG, True, may_change=True)  # whether NaN or infinity ends the training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +160,7 @@ class ExchangeConfig:
     virtual_shares: int = param(COUNT, 8)  # parts of a step in bitwise mode, each computed by one worker
     # So many steps after each other one virtual share is computed by other workers, too, and compared; None: none is.
     verify_steps: int | None = param(COUNT.or_none(), None, may_change=True)
-    # Type in which float32 gradients are sent: "bf16", "fp16" or None.
-    gradient_compression: str | None = param(_SIXTEEN_BITS, None)
+    gradient_compression: str | None = param(_SIXTEEN_BITS, None)  # of float32 gradients as they are sent
 
     def __post_init__(self) -> None:
         if self.determinism is None and self.verify_steps is not None:
@@ -202,11 +191,7 @@ class FitConfig:
 
     @classmethod
     def from_params(cls, values: Mapping[str, Any]) -> FitConfig:
-        """Check the parameters of an estimator, by name; those that are missing have their defaults.
-
-        Raises:
-            InvalidInput: the first mistake, in one sentence.
-        """
+        """Check the parameters of an estimator, by name. Raises InvalidInput: the first mistake, in one sentence."""
         return cls(**{name: _check_part(kind, values) for name, kind in get_type_hints(cls).items()})
 
     def __post_init__(self) -> None:

@@ -1,12 +1,9 @@
 """Describes the user's objects as text that is equal in every process, to compare them (R19, resuming a run).
 
-The text of a plain value is the value, that of an array or tensor its content; of a function its code, its closure and
-what it uses of its module's values, functions and classes; of a class the code of the methods that a framework calls
-and of those that these name; of any other object its class, and what of its attributes can be compared: numbers,
-arrays, functions, members of enums, records, and the user's callable objects. Functions and classes of frameworks have
-their names alone. It contains no addresses, no names of modules (a script is `__main__` in
-one process only), no line numbers, comments or docstrings, and no strings of the user's module or objects, which may be
-folders or dates. Pure; any thread.
+A plain value or an array is its content; a function its code, its closure and what it uses of its module; a class the
+code that a framework calls, with what that names; any other object its class and the attributes that can be compared.
+Frameworks have their names alone. No addresses, modules (a script is `__main__` in one process only), line numbers,
+comments, or strings of the user's, which may be folders or dates. Pure; any thread.
 """
 
 from __future__ import annotations
@@ -31,8 +28,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 NUMBERS = (bool, int, float, complex)
 NOTHING = "nothing to compare"  # in place of a value; compared by identity
 _REPRS = (range, slice, Fraction, Decimal, np.dtype)  # whose repr is their value
-# Packages whose code is told apart by names: another version of them may continue a run.
-_FRAMEWORKS = re.compile(
+_FRAMEWORKS = re.compile(  # code that is told apart by names: another version may continue
     r"(builtins|functools|numpy|torch|torchvision|transformers|keras|tensorflow|(pytorch_)?lightning(_fabric)?"
     r"|spark_elastic)(\.|$)"
 )
@@ -47,8 +43,7 @@ def digest(thing: Any) -> str:
 
 
 def to_text(thing: Any, inside: tuple[int, ...] = ()) -> str:
-    """A text that is equal for objects with the same behaviour, as far as that can be compared.
-    inside: ids of the objects that contain this one: a function may be in its own closure."""
+    """A text that is equal for objects with the same behaviour. inside: ids of the objects that contain this one."""
     if isinstance(thing, PLAIN):
         return repr(thing)
     if id(thing) in inside:
@@ -132,8 +127,7 @@ def _is_of_framework(thing: Any) -> bool:
 
 
 def pick_comparable(value: Any, kinds: tuple[type, ...] = NUMBERS) -> Any:
-    """The value if it can be compared; of a container those entries that can; NOTHING if there are none.
-    kinds: plain types. Without str: a string of the user's may be a folder or a date."""
+    """What of the value can be compared; NOTHING: nothing. Strings of the user's may be folders or dates."""
     kept: Any
     if isinstance(value, Mapping):
         picked = {name: pick_comparable(each, kinds) for name, each in value.items()}
@@ -142,8 +136,7 @@ def pick_comparable(value: Any, kinds: tuple[type, ...] = NUMBERS) -> Any:
         kept = [each for each in (pick_comparable(each, kinds) for each in value) if each is not NOTHING]
         kept = frozenset(kept) if isinstance(value, Set) else kept
     else:
-        # Functions, also built in, methods and classes
-        is_named = callable(value) and hasattr(value, "__name__")
+        is_named = callable(value) and hasattr(value, "__name__")  # also built in, methods and classes
         is_plain = isinstance(value, (*kinds, *_REPRS, functools.partial, Enum)) or _is_array(value)
         return value if is_plain or is_named or _is_record(value) else NOTHING
     return kept if kept or not value else NOTHING

@@ -14,49 +14,36 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.clock import Clock
+from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Position
 
 
 class Ledger:
-    """Writes nothing."""
-
-    def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
-        """Record the rows of a step before this rank contributes to it."""
-
-    def record_applied(self, fence: tuple[int, int], position: Position, world_size: int) -> None:
-        """Record that this rank applied a step, in a world of that size."""
-
-    def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
-        """Record the time of a phase of a recovery: formed, synced, runs, read, broke."""
-
-    def close(self) -> None:
-        """Write the rest and close what is open."""
-
-
-class LineLedger(Ledger):
     """JSON lines of this process. In a local folder they go to a file, and each reaches the kernel at once; in a store
     that cannot append, such as S3, into an object for each step, with the lines since the one before."""
 
-    def __init__(self, store: Store, folder: str, clock: Clock) -> None:
-        self._store, self._clock = store, clock
-        self._prefix = f"{folder}/{os.uname().nodename}-{os.getpid()}-{clock.wall():.6f}"
+    def __init__(self, store: Store | None = None, folder: str | None = None) -> None:
+        """folder: as in `TrainSpec.ledger`; None: nothing is written."""
+        self._store, self._folder, self._clock = store, folder, SystemClock()
+        self._prefix = f"{folder}/{os.uname().nodename}-{os.getpid()}-{self._clock.wall():.6f}"
         self._objects = 0  # so many were written
         self._lines: list[bytes] = []  # that are in no object yet
         self._file: BinaryIO | None = None
-        if os.path.isabs(folder):
+        if folder is not None and os.path.isabs(folder):
             os.makedirs(folder, exist_ok=True)
             self._file = open(f"{self._prefix}.jsonl", "ab", buffering=0)  # noqa: SIM115 - closed in close()
 
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
-        self._write("contributes", fence, position, rows=row_ids.tolist())
-        self._flush()
+        if self._folder is not None:
+            self._write("contributes", fence, position, rows=row_ids.tolist())
+            self._flush()
 
     def record_applied(self, fence: tuple[int, int], position: Position, world_size: int) -> None:
         self._write("applied", fence, position, world=world_size)
 
     def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
+        """Record the time of a phase of a recovery: formed, synced, runs, read, broke."""
         self._write(event, fence, position)
 
     def close(self) -> None:
@@ -65,6 +52,8 @@ class LineLedger(Ledger):
             self._file.close()
 
     def _write(self, event: str, fence: tuple[int, int], position: Position, **more: object) -> None:
+        if self._folder is None:
+            return
         line = {
             "event": event,
             "pid": os.getpid(),
@@ -83,12 +72,7 @@ class LineLedger(Ledger):
 
     def _flush(self) -> None:
         """All lines survive this process once this returns."""
-        if self._lines:
+        if self._lines and self._store is not None:
             self._store.write_bytes(f"{self._prefix}-{self._objects:07d}.jsonl", b"".join(self._lines))
             self._objects += 1
             self._lines.clear()
-
-
-def open_ledger(store: Store, folder: str | None, clock: Clock) -> Ledger:
-    """folder: as in `TrainSpec.ledger`."""
-    return Ledger() if folder is None else LineLedger(store, folder, clock)

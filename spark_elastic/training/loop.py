@@ -11,8 +11,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,13 @@ from spark_elastic.protocol.types import MembershipVersion, Phase, Position, Wor
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.runs.snapshot import SnapshotBuffer, build_snapshot
-from spark_elastic.training.ledger import open_ledger
+from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress, select_figures, to_json_values
 from spark_elastic.training.row_balancer import STRAGGLER_GAIN, RowBalancer
-from spark_elastic.training.spec import Rows, TrainSpec
+from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.trainer import ModelTrainer, StepCall, StepDisputed, sync_state
 from spark_elastic.training.transformation import Transformation
-from spark_elastic.training.transformation_pool import TransformationPool, make_pool
+from spark_elastic.training.transformation_pool import TransformationPool, bind_transformation
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle, exit_forks
 
@@ -43,8 +42,6 @@ COMMIT_SHARE = 0.05  # of the time, that it spends for commits beyond that
 
 
 class TrainingLoop:
-    """What a worker of an estimator runs."""
-
     def __init__(
         self,
         spec: TrainSpec,
@@ -55,19 +52,18 @@ class TrainingLoop:
         """transformation: the user's, of the columns of a step. shapes_nothing: as in `BatchTransformation`."""
         self._spec, self._trainer = spec, trainer
         self._transformation, self._shapes_nothing = transformation, shapes_nothing
-        self._has_state = (
-            False  # whether this worker holds the state of a world; else its position counts for nothing
-        )
-        self._checkpointer: Checkpointer | None = (
-            None  # on a worker that is or was rank 0 of a job with checkpoints
-        )
+        self._has_state = False  # whether it holds the state of a world; else its position counts for nothing
+        self._checkpointer: Checkpointer | None = None  # of who is or was rank 0 of a job with checkpoints
 
     def prepare(self) -> None:
         spec = self._spec
         self._clock = SystemClock()
-        self._transformations = make_pool(spec.config, self._transformation, self._shapes_nothing)
+        settings = spec.config.transformation
+        transformation = bind_transformation(spec.config, self._transformation, self._shapes_nothing)
+        workers, kind = settings.transformation_workers, settings.transformation_pool
+        self._transformations = TransformationPool(transformation, workers, kind)
         self._transformations.start()  # its processes import while the model is prepared
-        self._ledger = open_ledger(spec.store, spec.ledger, self._clock)
+        self._ledger = Ledger(spec.store, spec.ledger)
         self._trainer.prepare(TrainingProgress(), self._ledger)
         self._state, self._callbacks = self._trainer.state, self._trainer.callbacks
         self._snapshot_reader: SnapshotReader | None = None
@@ -81,10 +77,7 @@ class TrainingLoop:
             self._snapshot_reader = SnapshotReader(spec.store, run_id, codec, kept)
             self._commits = None if self._keeper is None else SnapshotBuffer(self._keeper, warns=False)
         self._reader, self._loader = spec.open_reader(spec.rows)
-        self._validation: Validation | None = None
-        if spec.validation is not None:
-            pool, rows = self._transformations, spec.validation
-            self._validation = Validation(spec, rows, self._trainer, pool, self._on_finalized)
+        self._validation = None if spec.validation is None else spec.open_reader(spec.validation)
 
     def position(self) -> Position | None:
         return self._state.position if self._has_state else None
@@ -137,7 +130,7 @@ class TrainingLoop:
         self._loader.close()
         self._reader.close()
         if self._validation is not None:
-            self._validation.close()
+            self._validation[0].close()
         self._ledger.close()
 
     def _run_epochs(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
@@ -147,24 +140,19 @@ class TrainingLoop:
                 version = self._train(world, group, handle)
                 if self._state.position.phase is Phase.TRAIN:
                     return Stopped(CHANGE)
-            if self._state.position.phase is Phase.VALIDATE:
-                assert self._validation is not None
-                division = None if self._balancer is None else self._balancer.division
-                if not self._validation.run(world, group, handle, division):
-                    return Stopped(CHANGE)
+            if self._state.position.phase is Phase.VALIDATE and not self._validate(world, group, handle):
+                return Stopped(CHANGE)
             self._close_epoch(world, group, handle)
-            # The newer version came with the epoch's last step, which may be its only one.
-            if version > world.version and self._has_work():
+            if version > world.version and self._has_work():  # it may have come with the last step
                 self._write_checkpoint_if_job_ends(world, version)
                 return Stopped(CHANGE)
         return Completed(self._finish(group))
 
     def _has_work(self) -> bool:
         """A training that a callback ended still closes its epoch."""
-        position, stops = self._state.position, self._state.progress.stop_reason is not None
-        return position.epoch < self._spec.config.data.epochs and not (
-            stops and position.phase is Phase.TRAIN
-        )
+        position, reason = self._state.position, self._state.progress.stop_reason
+        is_stopped = reason is not None and position.phase is Phase.TRAIN
+        return position.epoch < self._spec.config.data.epochs and not is_stopped
 
     def _train(self, world: WorldView, group: Group, handle: WorkerHandle) -> MembershipVersion:
         """Train until the epoch's end or a boundary at which all stop. Returns the newest membership version."""
@@ -178,12 +166,10 @@ class TrainingLoop:
     def _take_steps(self, world: WorldView, group: Group, handle: WorkerHandle) -> MembershipVersion:
         """The same, and until another division of the rows."""
         position, version, balancer = self._state.position, world.version, self._balancer
-        division = None if balancer is None else balancer.division
+        begin, epochs = (position.epoch, position.step), self._spec.config.data.epochs
         self._trainer.work.restart(counts_exchanges=balancer is not None)
         with (
-            self._loader.steps(
-                position.epoch, position.step, group.rank, group.size, division, self._spec.config.data.epochs
-            ) as steps,
+            self._loader.steps(*begin, group.rank, group.size, self._division, epochs) as steps,
             exit_forks(),  # before the reader is closed, whose threads a forked process has not
             self._transformations.transform(steps, self._spec.plan, group, augments=True) as pending_steps,
         ):
@@ -221,8 +207,7 @@ class TrainingLoop:
         return version
 
     def _take_step(self, rows: StepRows, call: StepCall) -> StepDecision:
-        """Take a step, and take it again while ranks dispute its bits. A rank that is suspected twice in a row raises;
-        the others then go on without it."""
+        """Again while ranks dispute its bits; one that is suspected twice raises, and the others go on without it."""
         rank, suspected = call.group.rank, False
         while True:
             try:
@@ -234,6 +219,11 @@ class TrainingLoop:
                 if rank == 0:
                     step = f"step {rows.step} of epoch {rows.epoch + 1}"
                     sys.stderr.write(f"{step} is taken again: {dispute}\n")
+
+    @property
+    def _division(self) -> Division | None:
+        """How the ranks divide the rows of each step; None: equally."""
+        return None if self._balancer is None else self._balancer.division
 
     def _make_balancer(self, group: Group) -> RowBalancer | None:
         """None: the ranks of this world divide all rows equally. Alike on all ranks."""
@@ -290,16 +280,14 @@ class TrainingLoop:
             self._callbacks.on_step_finalized(logs)
 
     def _on_finalized(self, world: WorldView, version: MembershipVersion) -> None:
-        """An exchange that applies no step is complete, so the step before it is finalized.
-        version: the newest membership version that came with the exchange."""
+        """An exchange that applies no step of training is complete, with this newest version."""
         self._write_pending_and_build_next(world, applied=False)
         self._call_step_finalized()
         self._keep_commit()
         self._write_checkpoint_if_job_ends(world, version)
 
     def _write_pending_and_build_next(self, world: WorldView, *, applied: bool) -> None:
-        """An exchange is complete: write the snapshot of the step before it, and build the next one where it is due.
-        applied: the exchange applied a step of its own."""
+        """An exchange is complete, by which a step was applied or not: the step before it is final."""
         checkpointer, state = self._checkpointer, self._state
         if checkpointer is None:
             return
@@ -308,8 +296,7 @@ class TrainingLoop:
             checkpointer.build_pending(lambda: build_snapshot(state.position, state.capture))
 
     def _keep_commit(self) -> None:
-        """Have this host keep the state as it is: R23 (kept commits). Large states are copied in the background until
-        the next step is applied; those that hold up the training are kept less often."""
+        """R23 (kept commits). Commits that hold up the training are made less often."""
         now, keeper = self._clock.now(), self._keeper
         if keeper is None or self._commits is None or not keeper.keeps or now < self._next_commit:
             return
@@ -351,9 +338,39 @@ class TrainingLoop:
             if name not in entry or name == "loss":  # a LightningModule may log a number of any name
                 entry[name] = value
         if self._validation is not None:
-            for name, value in self._validation.results().items():
+            sums = self._state.progress.validation
+            loss = {} if math.isnan(sums.divisor) else {"val_loss": sums.mean_loss()}
+            for name, value in {**loss, "val_rows": sums.rows}.items():
                 entry.setdefault(name, value)  # a model may compute its own val_loss
         return entry
+
+    def _validate(self, world: WorldView, group: Group, handle: WorkerHandle) -> bool:
+        """Take the steps of validation that are left. False: all stopped at a boundary; no drain waits for the end."""
+        assert self._validation is not None
+        assert self._spec.validation is not None
+        plan, position, (_, loader) = self._spec.validation.plan, self._state.position, self._validation
+
+        def record_step(decision: StepDecision) -> Position:
+            self._state.progress.validation.add(decision, group.size, 0.0)
+            step = self._state.position.step + 1
+            following = Position(position.epoch, position.phase, step)
+            return following if step < plan.steps else Position(position.epoch, Phase.CLOSE, 0)
+
+        with (
+            self._trainer.validation_mode(),
+            loader.steps(0, position.step, group.rank, group.size, self._division) as steps,
+            exit_forks(),
+            self._transformations.transform(steps, plan, group, augments=False) as pending_steps,
+        ):
+            for pending in pending_steps:
+                version, get_next_rows = handle.membership_version(), pending_steps.get_next_rows
+                call = StepCall(group, version, record_step, get_next_rows=get_next_rows)
+                decision = self._trainer.validation_step(pending.finish(), call)
+                handle.report_position(self._state.position)
+                self._on_finalized(world, decision.version)
+                if decision.version > world.version:
+                    return False
+        return True
 
     def _warn_of_dependence(self, group: Group) -> None:
         """Warn once per training, in its first world of several workers (R9, scope of P2)."""
@@ -368,8 +385,7 @@ class TrainingLoop:
         self._ledger.mark(event, group.fence, self._state.position)
 
     def _report(self, group: Group, handle: WorkerHandle, loss: float, rows: int) -> None:
-        """Report progress, with the figures of the last closed epoch: validation losses, metrics, learning rate.
-        loss: of the newest step; at an epoch's end the mean of the epoch. rows: of one step."""
+        """Report progress, with the figures of the last closed epoch. rows: of one step."""
         position, history = self._state.position, self._state.progress.history
         checkpointer, bulk = self._checkpointer, self._trainer.bulk_seconds
         handle.report_metrics(
@@ -399,69 +415,6 @@ class TrainingLoop:
             sha256 = hashlib.sha256(weights).hexdigest()
         model = {"model": self._spec.result, "sha256": sha256}
         return json.dumps({"history": history, **model, "digest": digest, "rank": group.rank})
-
-
-class Validation:
-    """Validation after an epoch: every row counts once, whatever joins, leaves or dies meanwhile. Its steps have
-    positions and step summaries as those of training do (R6, step summary), so a drain does not wait for the epoch's
-    end, and a broken step is taken again."""
-
-    def __init__(
-        self,
-        spec: TrainSpec,
-        rows: Rows,
-        trainer: ModelTrainer,
-        transformations: TransformationPool,
-        on_finalized: Callable[[WorldView, MembershipVersion], None],
-    ) -> None:
-        """on_finalized: called when an exchange is complete, which finalizes the step before it (R1, finalized
-        steps)."""
-        self._rows, self._trainer, self._on_finalized = rows, trainer, on_finalized
-        self._transformations = transformations
-        self._reader, self._loader = spec.open_reader(rows)
-
-    def run(
-        self, world: WorldView, group: Group, handle: WorkerHandle, division: Division | None = None
-    ) -> bool:
-        """Take the steps of the position's epoch that are left. False if all stopped at a boundary.
-        division: how the ranks divide the rows of each step; None: equally."""
-        trainer, position = self._trainer, self._trainer.state.position
-        with (
-            trainer.validation_mode(),
-            self._loader.steps(0, position.step, group.rank, group.size, division) as steps,
-            exit_forks(),
-            self._transformations.transform(steps, self._rows.plan, group, augments=False) as pending_steps,
-        ):
-            for pending in pending_steps:
-                call = StepCall(
-                    group,
-                    handle.membership_version(),
-                    partial(self._record_step, world_size=group.size),
-                    get_next_rows=pending_steps.get_next_rows,
-                )
-                decision = trainer.validation_step(pending.finish(), call)
-                handle.report_position(trainer.state.position)
-                self._on_finalized(world, decision.version)
-                if decision.version > world.version:
-                    return False
-        return True
-
-    def results(self) -> dict[str, Any]:
-        """Loss and rows of the epoch whose steps were taken; no loss if the model reports none."""
-        sums = self._trainer.state.progress.validation
-        loss = {} if math.isnan(sums.divisor) else {"val_loss": sums.mean_loss()}
-        return {**loss, "val_rows": sums.rows}
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def _record_step(self, decision: StepDecision, world_size: int) -> Position:
-        state = self._trainer.state
-        state.progress.validation.add(decision, world_size, 0.0)
-        position = state.position
-        if position.step + 1 == self._rows.plan.steps:
-            return Position(position.epoch, Phase.CLOSE, 0)
-        return Position(position.epoch, position.phase, position.step + 1)
 
 
 def _format_some(numbers: npt.NDArray[np.int64], most: int = 8) -> str:

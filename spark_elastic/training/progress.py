@@ -15,8 +15,7 @@ from typing import Any
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.step_summary import StepDecision
 
-# Numbers of a history entry that are the fit's own.
-OWN_NUMBERS = frozenset(
+OWN_NUMBERS = frozenset(  # of a history entry
     {"epoch", "loss", "rows", "planned", "steps", "seconds", "worlds", "learning_rate", "skipped_steps"}
 )
 
@@ -26,8 +25,7 @@ class StepSums:
     """Sums over the steps of an epoch, or of its validation."""
 
     loss: float = 0.0  # sum of the losses of all rows
-    # What the sum is divided by (R8, weighting). 0: the user wants the loss summed. NaN: the model reports no loss.
-    divisor: float = 0.0
+    divisor: float = 0.0  # of that sum (R8, weighting). 0: the loss is summed. NaN: there is no loss
     rows: int = 0  # rows of all ranks
     steps: int = 0  # number of steps
     seconds: float = 0.0  # seconds that the steps took on this worker
@@ -35,7 +33,6 @@ class StepSums:
     has_weight: bool = False  # a row had a sample weight other than 0, or rows have none
 
     def add(self, decision: StepDecision, world_size: int, seconds: float) -> None:
-        """Add a step that was applied."""
         self.loss += decision.loss
         self.divisor += decision.denominator
         self.rows += decision.rows
@@ -73,31 +70,24 @@ class StepSums:
 class TrainingProgress:
     """What a training remembers between its steps, besides weights and position."""
 
-    # One entry for each epoch that was closed; plain JSON values.
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)  # of each closed epoch; plain JSON
     epoch: StepSums = field(default_factory=StepSums)  # sums over the steps of the current epoch
     validation: StepSums = field(default_factory=StepSums)  # sums over the steps of its validation
-    # Logs of the newest step until it is finalized (R1, finalized steps); callbacks see them only then.
-    pending_logs: dict[str, Any] | None = None
+    pending_logs: dict[str, Any] | None = None  # of the newest step until it is finalized
     stop_reason: str | None = None  # why the training ends with this epoch; None: it continues
-    # Whether the warning about layers that depend on the number of workers was given (R9, scope of P2).
-    has_warned: bool = False
-    # Keras: sum over rows and number of rows of each loss, by name.
-    metric_sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    has_warned: bool = False  # whether it was warned of dependence on the world (R9, scope of P2)
+    metric_sums: dict[str, tuple[float, float]] = field(default_factory=dict)  # Keras: as `StepMetrics.sums`
     # Keras: metrics of the epoch's training, kept while its validation uses the accumulators.
     train_metrics: dict[str, Any] = field(default_factory=dict)
 
     def begin_epoch(self) -> None:
-        """Clear what belongs to one epoch."""
         self.epoch, self.validation = StepSums(), StepSums()
 
     def to_values(self) -> dict[str, Any]:
-        """A copy as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> TrainingProgress:
-        """The progress that `to_values` described."""
         epoch, validation = StepSums(**values["epoch"]), StepSums(**values["validation"])
         return cls(**{**values, "epoch": epoch, "validation": validation})
 
@@ -117,8 +107,7 @@ def select_figures(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def to_json_values(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A history entry as plain JSON values; callbacks may have added numbers of numpy or torch.
-    Raises InvalidInput: a callback added something that the history cannot keep."""
+    """A history entry as plain JSON values. Raises InvalidInput: a callback added something that it cannot keep."""
 
     def to_list(value: Any) -> Any:
         if not hasattr(value, "tolist"):
@@ -136,40 +125,24 @@ def to_json_values(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_classes(callbacks: Sequence[Any]) -> list[str]:
-    """The class of each, as it is kept beside its state."""
     return [type(callback).__name__ for callback in callbacks]
 
 
-def pair_states(
-    callbacks: Sequence[Any], classes: Sequence[str], states: Sequence[Any]
-) -> list[tuple[Any, Any]]:
+def pair_states(callbacks: Sequence[Any], classes: Sequence[str], states: Sequence[Any]) -> list[Any]:
     """Each callback with the state of the one that it continues: the first of its class continues the first, and so on.
-    A callback that is new keeps what it has, and the state of one that is gone is dropped.
-    classes: of `name_classes`, for each state."""
+    A new callback keeps what it has, and the state of one that is gone is dropped."""
     left: dict[str, list[Any]] = {}
     for name, state in zip(classes, states, strict=True):
         left.setdefault(name, []).append(state)
-    return [
-        (callback, left[name].pop(0))
-        for callback, name in zip(callbacks, name_classes(callbacks), strict=True)
-        if left.get(name)
-    ]
+    named = zip(callbacks, name_classes(callbacks), strict=True)
+    return [(callback, left[name].pop(0)) for callback, name in named if left.get(name)]
 
 
 def check_watched_names(
     watched: Iterable[str], known: Sequence[str], validates: bool, may_exist: Callable[[str], bool]
 ) -> None:
-    """Check that each number that a callback watches will exist.
-
-    Args:
-        watched: names of the numbers; those of a validation begin with `val_`.
-        known: the losses and metrics of each epoch.
-        validates: each epoch is followed by a validation.
-        may_exist: whether epochs may have a number that is not known, by its name without `val_`.
-
-    Raises:
-        InvalidInput: one of them will not exist.
-    """
+    """Raises InvalidInput: a callback watches a number that no epoch will have.
+    known: losses and metrics. may_exist: whether there may be others, by name without `val_`."""
     for name in watched:
         plain = name.removeprefix("val_")
         if name not in known and plain not in known and not may_exist(plain):

@@ -1,8 +1,7 @@
 """Divides the rows of a step among the ranks of a world by their measured speed.
 
-Every rank has a balancer of its own and feeds it with the same numbers, those of the step summaries (R6, step summary).
-So all ranks change the division after the same step. The rows of a step stay the same (P1, P2). PURE: no clock, no
-group. Training thread only.
+Every rank has one and feeds it with the numbers of the step summaries (R6), so all change the division after the same
+step, whose rows stay the same (P1, P2). PURE: no clock, no group. Training thread only.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from spark_elastic.data.plan import Division
 WINDOW = 0.5  # seconds of steps that are judged together: several periods of a processor quota
 MIN_STEPS = 4  # of a window
 CONFIRMATIONS = 2  # windows in a row that must ask for a change
-# The part of a step's time that a change must be expected to save: away from the equal division, and afterwards.
-FIRST_GAIN, NEXT_GAIN = 0.15, 0.05
+FIRST_GAIN, NEXT_GAIN = 0.15, 0.05  # of a step's time: away from the equal division, and afterwards
 # A rank that has less than an equal part gets at most so many times its rows in one change: that a processor quota is
 # no limit at few rows says nothing about more of them.
 MAX_GROWTH = 1.25
@@ -31,19 +29,16 @@ class RowBalancer:
     """The division of the steps of one world. `add` each applied step; then `division` is that of the next one."""
 
     def __init__(self, parts: int, size: int, shares: int = 0) -> None:
-        """parts: rows of a step, or its virtual shares in bitwise mode; at least `size`.
-        shares: virtual shares of a step, 0 without them."""
+        """parts: rows of a step, or its virtual shares; at least `size`. shares: its virtual shares, 0 without them."""
         self._total, self._size = parts, size
         self._equal, self._equal_parts = Division.equal(size, shares), Division.equal(size, parts).parts
         self.parts = self._equal_parts  # by rank
         # BatchNorm cannot train on a single row.
         self._least = 1 if shares else max(min(2, parts // size), int(parts // size * MIN_FRACTION), 1)
-        # The rank without which the others would be quicker, for some time now; None: there is none.
-        self.straggler: int | None = None
+        self.straggler: int | None = None  # without which the others are quicker for some time
         self._straggler_windows = 0
         self._asked = 0  # windows in a row that asked for a change
-        # What the newest change replaced, until it is judged: (parts by rank, seconds of a step).
-        self._former: tuple[list[int], float] | None = None
+        self._former: tuple[list[int], float] | None = None  # (parts, seconds) that are still judged
         self._patience, self._waits = 1, 0  # windows: of the next wait, and left of this one
         self._accepted = 0.0  # seconds of a step when this wait began
         self._begin_window()
@@ -58,8 +53,7 @@ class RowBalancer:
         self._longest = 0.0  # sum over them of the slowest rank's
 
     def add(self, seconds: Sequence[float]) -> bool:
-        """Add a step. Returns whether the division has changed.
-        seconds: by rank, what it worked for the step without waiting for others; 0.0 if it was not measured."""
+        """Add the seconds that each rank worked for a step, 0.0: not measured. Returns whether the division changed."""
         if min(seconds, default=0.0) <= 0.0:
             return False
         self._steps.append(seconds)
@@ -95,10 +89,8 @@ class RowBalancer:
         """Parts by rank that are expected to be quicker by enough, if there are. means: seconds of a step, by rank."""
         counts, equal = self.parts, self._equal_parts
         speeds = [count / mean for count, mean in zip(counts, means, strict=True)]
-        most = [
-            max(count + 1, int(count * MAX_GROWTH)) if count < each else self._total
-            for count, each in zip(counts, equal, strict=True)
-        ]
+        pairs = list(zip(counts, equal, strict=True))
+        most = [max(n + 1, int(n * MAX_GROWTH)) if n < each else self._total for n, each in pairs]
         chosen = _allot(self._total, speeds, self._least, most)
         expected, as_equal = _compute_longest(chosen, speeds), _compute_longest(equal, speeds)
         within = all(each <= limit for each, limit in zip(equal, most, strict=True))
@@ -112,10 +104,8 @@ class RowBalancer:
         slowest = max(range(self._size), key=means.__getitem__)
         speeds = [count / mean for count, mean in zip(self.parts, means, strict=True)]
         del speeds[slowest]
-        without = _compute_longest(
-            _allot(self._total, speeds, self._least, [self._total] * len(speeds)), speeds
-        )
-        if without > (1 - STRAGGLER_GAIN) * means[slowest]:
+        chosen = _allot(self._total, speeds, self._least, [self._total] * len(speeds))
+        if _compute_longest(chosen, speeds) > (1 - STRAGGLER_GAIN) * means[slowest]:
             self._straggler_windows, self.straggler = 0, None
             return
         self._straggler_windows += 1
@@ -152,9 +142,8 @@ def _allot(parts: int, speeds: Sequence[float], least: int, most: Sequence[int])
             total += speeds[rank]
         ideal = {rank: left * speeds[rank] / total for rank in free}
         # Those that are too low first: what they take lowers the others.
-        bound = {rank: least for rank in free if ideal[rank] < least} or {
-            rank: most[rank] for rank in free if ideal[rank] > most[rank]
-        }
+        bound = {rank: least for rank in free if ideal[rank] < least}
+        bound = bound or {rank: most[rank] for rank in free if ideal[rank] > most[rank]}
         if not bound or len(bound) == len(free):
             break
         fixed |= bound

@@ -38,18 +38,14 @@ class TrainSpec:
     store: Store  # where results and checkpoints are written
     result: str  # name of the final model in `store`
     lr_scale: int = 1  # factor for all learning rates when the training begins (`scale_lr`)
-    # Folder of the ledger, which lists the rows of each step: an absolute path, or a name in `store`; None: no ledger.
-    ledger: str | None = None
-    # When checkpoints are written, and for which run; None: never.
-    checkpoints: CheckpointPolicy | None = None
+    ledger: str | None = None  # folder for the rows of each step, absolute or in `store`; None: no ledger
+    checkpoints: CheckpointPolicy | None = None  # when they are written; None: never
 
     @property
     def plan(self) -> DataPlan:
-        """The order of the rows that are trained on."""
         return self.rows.plan
 
     def open_reader(self, rows: Rows) -> tuple[Reader, StepLoader]:
-        """Reader and loader of the columns that the training uses."""
         columns = [rows.manifest.column(name) for name in dict.fromkeys(self.config.data.used_cols)]
         cache_bytes = sys.maxsize if self.config.data.inmemory_cache_all else DEFAULT_CACHE_BYTES
         names = [column.name for column in columns]
@@ -63,6 +59,11 @@ class UserObjects(Protocol):
     @property
     def transformation(self) -> Transformation | None:
         """The user's function of the columns of a batch."""
+        ...
+
+    @property
+    def activation(self) -> str | None:
+        """What makes probabilities of the model's outputs, by the loss."""
         ...
 
     def identity(self) -> dict[str, str]:

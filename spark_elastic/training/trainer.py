@@ -7,7 +7,7 @@ import threading
 from _signal import signal as set_handler  # type: ignore[import-not-found]
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol
 
@@ -48,8 +48,7 @@ class TrainingState(Protocol):
 
 def sync_state(state: TrainingState, group: Group, source: int, receives: bool) -> Position:
     """Hand the state of rank `source` to the ranks that receive it; collective over the whole group (R5, staging).
-    Raises CollectiveError: the group broke; the state is as it was.
-    Raises StoreError: what arrived differs from what was sent; the state is as it was."""
+    Raises CollectiveError, StoreError: the group broke, or the bytes did not arrive; the state is as it was."""
     mine = build_snapshot(state.position, state.capture) if group.rank == source else None
     arrived = broadcast_snapshot(group, source, mine, state.codec, receives)
     if arrived is not None:
@@ -70,10 +69,8 @@ class StepCall(NamedTuple):
 
     group: Group
     version: MembershipVersion  # the newest that this worker knows
-    # Adds the decision to the epoch's sums and returns the next position; part of the apply section.
-    record_step: Callable[[StepDecision], Position]
-    # Called once the exchange is complete, before the step is applied; not in validation.
-    finalize_previous: Callable[[], None] = lambda: None
+    record_step: Callable[[StepDecision], Position]  # adds to the sums; returns the next position
+    finalize_previous: Callable[[], None] = lambda: None  # before this step is applied
     # Returns the rows of the step after this one, None: they are not there yet. May be called while a device computes.
     get_next_rows: Callable[[], StepRows | None] = lambda: None
 
@@ -86,8 +83,7 @@ class WorkClock:
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self._began: float | None = None  # when the work under way began; None: it is not measured
-        # Seconds of this thread when the exchange under way began; then those that the exchange took of them.
-        self._thread_began = self._exchange = 0.0
+        self._thread_began = self._exchange = 0.0  # of this thread in the exchange; when it began
         self._counts_exchanges = False
 
     def restart(self, *, counts_exchanges: bool) -> None:
@@ -162,7 +158,6 @@ class ModelTrainer(ABC):
 
     @property
     def work(self) -> WorkClock:
-        """Measures the training steps."""
         return self._train_step.work
 
     @property
@@ -207,24 +202,23 @@ class ModelTrainer(ABC):
     def close(self) -> None: ...
 
 
-def defer_interrupts() -> AbstractContextManager[object]:
+@contextmanager
+def defer_interrupts() -> Iterator[None]:
     """The apply section of a step (R1, finalized steps): nothing interrupts it, and Ctrl-C waits until it ends."""
-    if threading.get_ident() != threading.main_thread().ident:
-        return nullcontext()  # signals interrupt the main thread only
-    return _DeferredInterrupts()
-
-
-class _DeferredInterrupts:
-    """Each step enters one, so it is no generator function."""
-
-    def __enter__(self) -> None:
-        self._received: list[int] = []
-        self._former = set_handler(signal.SIGINT, lambda number, frame: self._received.append(number))
-
-    def __exit__(self, *error: object) -> None:
-        set_handler(signal.SIGINT, self._former)
-        for number in self._received[:1]:
+    if threading.get_ident() != threading.main_thread().ident:  # signals interrupt the main thread only
+        yield
+        return
+    received: list[int] = []
+    former = set_handler(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        set_handler(signal.SIGINT, former)
+        for number in received[:1]:
             signal.raise_signal(number)
+
+
+Summarize = Callable[..., StepSummary]
 
 
 class ModelStep(ABC, Generic[R]):
@@ -239,20 +233,13 @@ class ModelStep(ABC, Generic[R]):
         self._config, self._ledger, self.work = config, ledger, WorkClock()
 
     def run(self, batch: LocalBatch[R], call: StepCall, *, wants_stop: bool = False) -> StepDecision:
-        """Take one step. wants_stop: a callback wants training to end after this step.
-        Raises CollectiveError: the exchange broke; the state is as before the step.
-        Raises FloatingPointError: the loss is not finite, and `terminate_on_nan`; the state is as before the step."""
+        """Take one step; after an error the state is as before it. wants_stop: a callback wants training to end.
+        Raises CollectiveError: the exchange broke. Raises FloatingPointError: the loss is not finite, but must be."""
         group, position = call.group, self._state.position
         self._begin(group.rank)
         try:
-            summarize = partial(
-                StepSummary,
-                position,
-                call.version,
-                rows=len(batch),
-                has_weight=batch.has_weight,
-                wants_stop=wants_stop,
-            )
+            own: dict[str, Any] = {"rows": len(batch), "has_weight": batch.has_weight}
+            summarize = partial(StepSummary, position, call.version, wants_stop=wants_stop, **own)
             summary = self._exchange_sums(group, batch, summarize)
             decision = exchange_summaries(group, summary, self._gather)
             self.work.begin()
@@ -285,11 +272,8 @@ class ModelStep(ABC, Generic[R]):
         """Put that back (R3, aborted forward)."""
 
     @abstractmethod
-    def _exchange_sums(
-        self, group: Group, batch: LocalBatch[R], summarize: Callable[..., StepSummary]
-    ) -> StepSummary:
-        """Compute gradients, and exchange all that the step needs but its summary.
-        summarize: makes that of the fields that only this knows: layout, loss and so on."""
+    def _exchange_sums(self, group: Group, batch: LocalBatch[R], summarize: Summarize) -> StepSummary:
+        """Compute gradients, and exchange all that the step needs but its summary, which `summarize` makes."""
 
     def _finalize(self, previous: Callable[[], None]) -> None:
         """Call the function, which shows the model to the user's callbacks."""
@@ -307,8 +291,7 @@ def take_validation_step(
     call: StepCall,
     compute: Callable[[], tuple[float, float]],
 ) -> StepDecision:
-    """Take one step of validation.
-    compute: returns the loss of this rank's rows and its denominator, and adds the rows to the metrics."""
+    """compute: returns the loss of this rank's rows and its denominator, and adds the rows to the metrics."""
     try:
         loss, denominator = compute()
         metrics.gather(call.group)
@@ -335,8 +318,7 @@ MOST_NAMED = 3  # layers that the warning names; it counts the others
 
 
 def describe_dependent_layers(dependent: Iterable[tuple[str, str]]) -> str | None:
-    """The warning about layers that make a step depend on how its rows are split (R9, scope of P2); None: no layers.
-    dependent: the name of each such layer, and why."""
+    """The warning about layers, given with why, that make a step depend on how its rows are split (R9, scope of P2)."""
     layers = [f"{name} ({why})" for name, why in dependent]
     if not layers:
         return None

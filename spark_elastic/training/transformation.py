@@ -1,5 +1,4 @@
-"""What goes into a model and comes out of it; above all the user's `transformation_fn`: its signature, its call, the
-checks of what it returns, and its random numbers.
+"""What goes into a model and comes out of it; above all the user's `transformation_fn` and its random numbers.
 
 Training and predictions share these rules. Knows no framework, no engine and no processes. Any thread.
 """
@@ -18,45 +17,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.checks import FUNCTION, WHOLE, make_choice, param
+from spark_elastic.checks import WHOLE, make_choice, param
 from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import Int64s, draw_uniform
 from spark_elastic.errors import InvalidInput
 
-# A function of (columns), or of (columns, rng): rng is a `RowRandom` in training and None elsewhere.
-Transformation = Callable[..., Mapping[str, Any]]
+Transformation = Callable[..., Mapping[str, Any]]  # of (columns), or of (columns, rng)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformationConfig:
-    """Where transformation_fn runs."""
-
     # Processes or threads of a worker that apply it; 0: the training thread does.
     transformation_workers: int = param(WHOLE, 0, may_change=True)
     transformation_pool: str = param(make_choice("process", "thread"), "process", may_change=True)
 
 
-def check_transformation(function: Any) -> Any:
-    """Check the parameter transformation_fn. Raises InvalidInput unless it is None or a function as above."""
-    if function is None:
-        return None
-    FUNCTION("transformation_fn", function)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return function  # it does not say what it takes
-    try:
-        signature.bind({}, **({"rng": None} if "rng" in signature.parameters else {}))
-    except TypeError:
-        raise InvalidInput(
-            f"transformation_fn takes {signature}: make it a function of (columns), or of (columns, rng) to draw "
-            "random numbers for each row."
-        ) from None
-    return function
-
-
 def takes_rng(function: Transformation) -> bool:
-    """Whether it has a parameter `rng`."""
     try:
         return "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -70,8 +46,7 @@ def transform_columns(
     transformation: Transformation,
     rng: RowRandom | None = None,
 ) -> dict[str, Any]:
-    """The wanted columns (None: all) of what the transformation makes of `rows` rows.
-    Raises InvalidInput: it returned no columns, not such a one, or another number of rows."""
+    """The wanted columns (None: all) of the result. Raises InvalidInput: it lacks one, or has other rows."""
     given = {"rng": rng} if takes_rng(transformation) else {}
     results = transformation(dict(columns), **given)
     _check_results(results)
@@ -109,8 +84,7 @@ def _check_results(results: Any) -> None:
 def transform_inputs(
     inputs: Sequence[Any], names: Sequence[str], transformation: Transformation | None
 ) -> list[Any]:
-    """The model's inputs for a prediction. Raises InvalidInput as `transform_columns`.
-    names: of the feature columns, in the order of `inputs`."""
+    """The model's inputs for a prediction, in the order of `names`. Raises InvalidInput as `transform_columns`."""
     if transformation is None:
         return list(inputs)
     given = dict(zip(names, inputs, strict=True))
@@ -152,8 +126,7 @@ class RowBatch:
     columns: Mapping[str, Any]  # column -> an array of the rows' values, before the transformation
     row_ids: Int64s  # (n,) the global number of each row, which its random numbers go by
     epoch: int  # from 0
-    # Where to cut the rows into parts that are transformed one by one: 0, ..., their number. (): nowhere.
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # of parts that are transformed one by one: 0, ..., rows. (): nowhere
     augments: bool  # whether rows are augmented: in training alone
 
 
@@ -168,9 +141,8 @@ class BatchTransformation:
     shapes_nothing: bool = False
 
     def apply(self, batch: RowBatch) -> dict[str, Any]:
-        """The wanted columns. Raises InvalidInput as `transform_columns`, and what the user's function raises. The
-        function may stack what it makes of each row, so it gets no rows only where their shape is needed. Else the
-        columns of no rows are empty arrays."""
+        """The wanted columns. The user's function, which may stack rows, gets none only where their shape is needed;
+        else columns of no rows are empty arrays. Raises InvalidInput, and what the function raises."""
         if not len(batch.row_ids) and not (self.shapes_nothing and batch.augments):
             return {name: np.zeros(0, np.float32) for name in self.wanted}
         if not batch.cuts:
@@ -266,8 +238,7 @@ def refuse_large_numbers(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def check_numbers(name: str, array: npt.NDArray[Any]) -> None:
-    """Raise InvalidInput for a column of which a transformation has not made numbers.
-    name: of the column."""
+    """Raises InvalidInput: a transformation has made no numbers of that column."""
     if array.dtype.kind in "OSUMm":
         first = type(array.flat[0]).__name__ if array.dtype == object and array.size else str(array.dtype)
         raise InvalidInput(

@@ -1,8 +1,6 @@
 """Applies the user's `transformation_fn` to the steps of a stream, in processes or threads ahead of the training.
 
-Without workers the training thread calls the function itself. The main thread uses a pool; its workers see rows alone.
-Which rows a step has is the plan's business, and what a row draws is `RowRandom`'s: results do not depend on the
-workers.
+The main thread uses a pool; its workers see rows alone, so results do not depend on them.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import cloudpickle
 
@@ -29,32 +26,25 @@ STEPS_AHEAD = 2  # steps that are transformed or ready, per worker of the pool; 
 
 
 class PendingStep:
-    """A step whose rows may not be transformed yet."""
-
-    def __init__(
-        self, rows: StepRows, get_columns: Callable[[], ColumnArrays], future: Future[Any] | None = None
-    ) -> None:
-        """rows: as they are stored.
-        get_columns: returns the transformed columns. Without a deadline: the user's code may take as long as in the
-        training thread. future: of the worker that transforms them; None: `get_columns` does it."""
-        self.rows = rows
-        self._get_columns, self._future = get_columns, future
+    def __init__(self, rows: StepRows, transform: Callable[[], ColumnArrays] | Future[ColumnArrays]) -> None:
+        """rows: as they are stored. transform: a function that does it here, or the future of a worker of the pool."""
+        self.rows, self._transform = rows, transform
         self._finished: StepRows | None = None
 
     def is_ready(self) -> bool:
-        """Whether `finish` waits for no worker of the pool."""
-        return self._future is None or self._future.done()
+        return not isinstance(self._transform, Future) or self._transform.done()
 
     def finish(self) -> StepRows:
-        """The rows as model and loss take them. Raises what the user's function raised."""
+        """The rows as model and loss take them. Raises what the user's function raised, which may take any time."""
         if self._finished is None:
-            rows, columns = self.rows, self._get_columns()
-            self._finished = rows if columns is rows.columns else replace(rows, columns=columns)
+            transform = self._transform
+            columns = transform.result() if isinstance(transform, Future) else transform()
+            self._finished = replace(self.rows, columns=columns)
         return self._finished
 
     def cancel(self) -> None:
-        if self._future is not None:
-            self._future.cancel()
+        if isinstance(self._transform, Future):
+            self._transform.cancel()
 
 
 class PendingSteps:
@@ -86,8 +76,7 @@ class PendingSteps:
         return self._coming.popleft()
 
     def get_next_rows(self) -> StepRows | None:
-        """The rows of the next step, which stays the next; None if they are not there yet. Raises what the user's
-        function raised."""
+        """The rows of the next step, which stays the next; None: not there yet. Raises what the function raised."""
         if not self._coming and self._has_more and self._steps.is_ready():
             self._take()
         return self._coming[0].finish() if self._coming and self._coming[0].is_ready() else None
@@ -104,14 +93,12 @@ class TransformationPool:
     """The workers that apply one transformation, for all epochs and worlds of a training process."""
 
     def __init__(self, transformation: BatchTransformation | None, workers: int, kind: str) -> None:
-        """transformation: None if the rows stay as they are. workers: how many apply it; 0: the training thread does.
-        kind: "process" or "thread"."""
+        """transformation: None: the rows stay as they are. workers, kind: see `TransformationConfig`."""
         self._transformation, self._kind = transformation, kind
         self._workers = workers if transformation is not None else 0
         self._executor: ThreadPoolExecutor | None = None
         self._processes: list[TransformationProcess] = []
-        # A process is in it once for each request that it can take.
-        self._free: queue.SimpleQueue[TransformationProcess] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[TransformationProcess] = queue.SimpleQueue()  # that no thread uses
 
     def start(self) -> None:
         """Start the workers; does not wait until the processes have imported what they need."""
@@ -120,14 +107,12 @@ class TransformationPool:
         if self._kind == "process":
             pickled = cloudpickle.dumps(self._transformation)
             self._processes = [TransformationProcess.spawn(pickled) for _ in range(self._workers)]
-            for process in self._processes * STEPS_AHEAD:
+            for process in self._processes:
                 self._free.put(process)
-        threads = len(self._processes) * STEPS_AHEAD or self._workers
-        self._executor = ThreadPoolExecutor(threads, "transformation")
+        self._executor = ThreadPoolExecutor(self._workers, "transformation")
 
     def transform(self, steps: StepStream, plan: DataPlan, group: Group, augments: bool) -> PendingSteps:
-        """The steps of a stream, in order. plan, group: those of the stream.
-        augments: whether the function gets random numbers for the rows."""
+        """The steps of a stream, in order. augments: whether the function gets random numbers for the rows."""
 
         def begin(rows: StepRows) -> PendingStep:
             return self._begin(rows, cut_at_shares(plan, rows, group), augments)
@@ -148,38 +133,28 @@ class TransformationPool:
         if self._executor is None:
             return PendingStep(rows, partial(self._transformation.apply, batch))
         apply = self._apply_in_process if self._processes else self._transformation.apply
-        future = self._executor.submit(apply, batch)
-        return PendingStep(rows, future.result, future)
+        return PendingStep(rows, self._executor.submit(apply, batch))
 
     def _apply_in_process(self, batch: RowBatch) -> ColumnArrays:
-        process = self._free.get()  # it has as many entries as there are threads
+        process = self._free.get()  # there are as many as threads
         try:
             return process.apply(batch)
         finally:
             self._free.put(process)
 
 
-def make_pool(
-    config: FitConfig, transformation: Transformation | None, shapes_nothing: bool = False
-) -> TransformationPool:
-    """The pool of a fit. shapes_nothing: as in `BatchTransformation`."""
-    workers, kind = config.transformation.transformation_workers, config.transformation.transformation_pool
-    return TransformationPool(bind_transformation(config, transformation, shapes_nothing), workers, kind)
-
-
 def bind_transformation(
-    config: FitConfig, transformation: Transformation | None, shapes_nothing: bool = False
+    config: FitConfig, function: Transformation | None, shapes_nothing: bool = False
 ) -> BatchTransformation | None:
     """The transformation with all that it needs of the fit; None: there is none."""
-    if transformation is None:
-        return None
     wanted = tuple(dict.fromkeys(config.data.used_cols))
-    return BatchTransformation(transformation, wanted, config.data.seed, shapes_nothing)
+    seed = config.data.seed
+    return None if function is None else BatchTransformation(function, wanted, seed, shapes_nothing)
 
 
 def cut_at_shares(plan: DataPlan, rows: StepRows, group: Group) -> tuple[int, ...]:
-    """Where a rank's rows of a step are cut into parts for the transformation: in bitwise mode into its virtual shares,
-    since a function of other rows may give other bits; else nowhere."""
+    """Where a rank's rows are cut for the transformation: in bitwise mode into its virtual shares, since a function of
+    other rows may give other bits; else nowhere."""
     if not plan.shares:
         return ()
     first, past = rows.division.get_rank_parts(group.rank)

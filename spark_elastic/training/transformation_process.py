@@ -1,8 +1,8 @@
 """A process that applies the user's `transformation_fn`, and the training process's end of it.
 
 `python -m spark_elastic.training.transformation_process DESCRIPTOR PARENT FILES`: requests and answers are pickles in
-shared memory without a name, whose descriptors cross a socket, so nothing is left behind after any death. The process
-ends when the socket does, and the kernel kills it together with the training process.
+shared memory without a name, whose descriptors cross a socket: nothing stays after any death. The process ends with the
+socket, and the kernel kills it with the training process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import traceback
 from contextlib import suppress
 from typing import Any
@@ -33,27 +32,19 @@ _PR_SET_PDEATHSIG = 1
 _END_WAIT = 5.0  # seconds between the end of the socket and that of the process
 
 Columns = dict[str, Any]
-# The transformed columns; or None, the pickled error if it can be pickled, and its traceback.
-Answer = tuple[Columns | None, bytes | None, str]
+Answer = tuple[Columns | None, bytes | None, str]  # columns; or error and its traceback
 
 
 class TransformationProcess:
-    """The training process's end. Several threads may call `apply`: the next request waits in the process, so that it
-    need not wait for the training process between two."""
+    """The training process's end. One thread at a time."""
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
-        """channel: a socket whose other end the process has."""
-        self._process, self._socket = process, channel
-        self._sending = threading.Lock()
-        self._sent = 0  # requests
-        self._turn = threading.Condition()  # guards the next one, and the receiving end
-        self._received = 0  # answers
+    def __init__(self, own: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        self._socket, self._process = own, process
 
     @classmethod
     def spawn(cls, transformation: bytes) -> TransformationProcess:
-        """Start a process from the main thread, with which it ends (PR_SET_PDEATHSIG).
-        transformation: a `BatchTransformation`, by cloudpickle."""
-        channel, theirs = socket.socketpair()
+        """From the main thread, with which it ends. transformation: a pickled `BatchTransformation`."""
+        own, theirs = socket.socketpair()
         files = get_process_context().files
         path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
         with theirs:
@@ -63,22 +54,20 @@ class TransformationProcess:
                 stdin=subprocess.DEVNULL,
                 env=dict(os.environ, PYTHONPATH=path),
             )
-        _send(channel, transformation)
-        return cls(process, channel)
+        _send(own, transformation)
+        return cls(own, process)
 
     def apply(self, batch: Any) -> Columns:
         """As `BatchTransformation.apply`. Raises RuntimeError if the process has died."""
         try:
-            with self._sending:
-                number = self._sent
-                _send(self._socket, batch)
-                self._sent += 1
-            columns, error, text = self._receive_in_turn(number)
+            _send(self._socket, batch)
+            answer: Answer = _receive(self._socket)
         except (EOFError, OSError):
             raise RuntimeError(
                 f"a process of transformation_fn has ended with exit code {self._process.wait(_END_WAIT)} (a negative "
                 "one is a signal): if the kernel killed it for its memory, use fewer transformation_workers."
             ) from None
+        columns, error, text = answer
         if columns is None:
             raised = _restore_error(error, text)
             add_note(raised, f"in a process of transformation_fn:\n{text}")
@@ -86,26 +75,12 @@ class TransformationProcess:
         return columns
 
     def close(self) -> None:
-        """Kill the process; an `apply` under way raises."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
 
-    def _receive_in_turn(self, number: int) -> Answer:
-        """The answer to a request. Answers come in the order of the requests."""
-        with self._turn:
-            # Without a deadline: the threads before this one wait for the user's code, or raise.
-            self._turn.wait_for(lambda: self._received == number)
-            try:
-                answer: Answer = _receive(self._socket)
-            finally:
-                self._received += 1
-                self._turn.notify_all()
-        return answer
-
 
 def main() -> None:
-    """The process: requests in, answers out."""
     descriptor, parent, files = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
@@ -114,10 +89,8 @@ def main() -> None:
     get_process_context().files = files
     import_followers()
     with socket.socket(fileno=descriptor) as channel:
-        try:
+        with suppress(EOFError, OSError):  # the training process is gone, or wants no more
             _answer_requests(channel)
-        except (EOFError, OSError):
-            pass  # the training process is gone, or wants no more
 
 
 def _answer_requests(channel: socket.socket) -> None:
@@ -129,19 +102,14 @@ def _answer_requests(channel: socket.socket) -> None:
                 transformation = cloudpickle.loads(pickled)
             answer: Answer = transformation.apply(request), None, ""
         except Exception as error:
-            answer = None, _pickle_error(error), traceback.format_exc()
+            answer = None, None, traceback.format_exc()
+            with suppress(Exception):  # it may hold something that cannot be pickled
+                answer = None, cloudpickle.dumps(error), answer[2]
         del request  # its memory
         _send(channel, answer)
 
 
 # ---- errors and messages between the two
-
-
-def _pickle_error(error: Exception) -> bytes | None:
-    try:
-        return bytes(cloudpickle.dumps(error))
-    except Exception:  # it holds something that cannot be pickled
-        return None
 
 
 def _restore_error(error: bytes | None, text: str) -> Exception:
@@ -171,8 +139,7 @@ def _send(channel: socket.socket, thing: Any) -> None:
 
 
 def _receive(channel: socket.socket) -> Any:
-    """What the other end sent. Its arrays are views of the memory, which is freed with the last of them.
-    Raises EOFError: the other end is gone."""
+    """What the other end sent; arrays are views of the memory. Raises EOFError: the other end is gone."""
     head, descriptors, _, _ = socket.recv_fds(channel, _PLACE.size, 1)
     if len(head) < _PLACE.size:
         raise EOFError

@@ -33,8 +33,7 @@ from spark_elastic.worker.forking import ForkedProcess, start_process
 from spark_elastic.worker.program import describe_exit
 from spark_elastic.worker.stack_sampler import DUMP_SIGNAL, StackReader, StackSample
 
-# Seconds for a killed process and its last lines; processes that it forked may keep its output open longer.
-CLOSE_WAIT = 2.0
+CLOSE_WAIT = 2.0  # seconds for a killed process and its last lines
 CRASH_LINES_WAIT = 0.5  # seconds for the last lines of a process that crashed
 CRASH_FRAMES = 3  # innermost frames of a crash that are reported
 LINE_AT_MOST = 1 << 18  # characters; longer lines are passed on in parts
@@ -46,8 +45,7 @@ _FRAME = re.compile(r'  File "(?:.*/)?(.*)", line (\d+) in (.*)')
 
 @dataclass(eq=False, repr=False)
 class Child:
-    """A running training process. Daemon threads write its input, read its output and its status pipe, and wait for its
-    end; the last of these also waits for a fork server, if there is one."""
+    """A running training process, with daemon threads for its input, output, status pipe and end."""
 
     process: ForkedProcess | subprocess.Popen[bytes]
     reader: StackReader
@@ -112,8 +110,7 @@ class Child:
         self._input.put(codec.to_line(activation))
 
     def read_successor(self) -> Activation | None:
-        """Of a process that ended since its program has to begin again in a new one: what makes that one this worker.
-        Before `close`."""
+        """What makes the process that takes this one's place this worker, if one has to. Before `close`."""
         line = self.reader.read_activation()
         return codec.from_line(Activation, line) if line else None
 
@@ -131,13 +128,6 @@ class Child:
         if sample.wants_dump:
             self.process.send_signal(DUMP_SIGNAL)  # the next sample contains the stack that it then writes
         return sample
-
-    def read_wait(self, now: float) -> float:
-        """Seconds for which it has waited for others; 0.0: it works. now: of this machine's monotonic clock."""
-        return self.reader.read_wait(now)
-
-    def record_driver_seen(self, at: float) -> None:
-        self.reader.record_driver_seen(at)
 
     def kill(self) -> None:
         self.process.kill()
@@ -193,18 +183,14 @@ def _build_environment(threads: int | None) -> dict[str, str]:
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
     environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=path)
     if threads is not None:
-        # Libraries read these when they are loaded, some of them before the program is.
-        for library in ("OMP", "OPENBLAS", "MKL"):
+        for library in ("OMP", "OPENBLAS", "MKL"):  # libraries read these when they are loaded
             environment[f"{library}_NUM_THREADS"] = str(threads)
     return environment
 
 
 def read_lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
-    """The lines of a process, until the end of the pipe, which is then closed; one that is too long in parts.
-
-    A line that ends with a carriage return is a state of a progress bar, which the next line overwrites. Only some of
-    them are yielded, the last one included.
-    """
+    """The lines of a process, until the pipe ends and is closed; one that is too long in parts. Of the states of a
+    progress bar, which end with a carriage return, some are yielded, the last one included."""
     next_state_at, cut = float("-inf"), False  # cut: the line before was not complete
     skipped = ""  # the newest state of a progress bar, if it was not yielded
     with io.TextIOWrapper(pipe, encoding="utf-8", errors="replace", newline="") as text:
@@ -228,11 +214,8 @@ def read_lines(pipe: IO[bytes], clock: Clock) -> Iterator[str]:
 
 
 class CrashLocation:
-    """Where in Python a process crashed in native code, read from `faulthandler`'s output among its lines.
-
-    The innermost frames of the crashed thread, with file names without folders, so that they are equal on all hosts.
-    One thread feeds the lines; any thread may ask.
-    """
+    """The innermost Python frames above a crash in native code, without folders, from `faulthandler`'s lines. One
+    thread feeds the lines; any thread may ask."""
 
     def __init__(self) -> None:
         self._frames: list[str] | None = None  # None: no crash so far
@@ -261,12 +244,8 @@ class CrashLocation:
 
 
 class OomKillCounter:
-    """Detects that the kernel killed a child because memory ran out, by the rise of its counter of such kills.
-
-    Reads the counter of this process's control group, to which its children belong (memory.events in cgroup v2,
-    memory.oom_control in v1), or else the machine's in /proc/vmstat. Main thread of the slot. root: of /proc and /sys;
-    for tests.
-    """
+    """The kernel's counter of kills for lack of memory in this process's control group, or else in the machine. Main
+    thread of the slot. root: of /proc and /sys; for tests."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -334,12 +313,8 @@ def find_load_error(payload: bytes) -> str | None:
 
 
 def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:
-    """Load the object in a process that is forked as a worker is, so that the slow imports are not made in this one,
-    and its fork server is ready once a slot starts here. Main thread only. spec: of the slots to come.
-
-    Raises:
-        TimeoutError: it was still loading after `LOAD_SECONDS`.
-    """
+    """Load the object in a process that is forked as a worker is, so that this one makes no slow imports, and its fork
+    server is ready. Main thread only. Raises TimeoutError: it was still loading after `LOAD_SECONDS`."""
     lines: list[str] = []
     ends: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # the exit code; None: it is warm
     child = Child.start(

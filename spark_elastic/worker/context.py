@@ -33,12 +33,8 @@ C = TypeVar("C", bound=Closeable)
 
 
 class CollectiveThread:
-    """The thread that calls the collectives of a group while the main thread computes.
-
-    Work runs in the order of submission, which the submitters must make the same on all ranks. Any thread may submit;
-    the thread starts with the first submission: a small model, of one bucket, needs none (see `drain_and_call`). Knows
-    neither groups nor tensors.
-    """
+    """The thread that calls a group's collectives while the main thread computes, in the order of submission, which is
+    the same on all ranks. Any thread may submit. It starts with the first submission: see `drain_and_call`."""
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], None]] = deque()
@@ -52,11 +48,8 @@ class CollectiveThread:
         self._pid = os.getpid()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` after everything submitted before; the future has its result or exception.
-
-        What a callback of a future submits, in the thread that completed this one, runs at once: the callback may wait
-        for it, as some of DDP's communication hooks do.
-        """
+        """Run `work` after everything submitted before. What a callback of a future submits, in the thread that
+        completed it, runs at once: the callback may wait for it, as some of DDP's communication hooks do."""
         future: Future[T] = Future()
         refuse_forks(self._pid)
         if self._runner == threading.get_ident():
@@ -73,8 +66,7 @@ class CollectiveThread:
         return future
 
     def run_pending_until_done(self, future: Future[Any]) -> None:
-        """For who waits for the future anyway: run submitted work in the calling thread until it is done, unless the
-        thread is running some. It saves two changes of threads."""
+        """For who waits anyway: run submitted work here until it is done, which saves two changes of threads."""
         while not future.done() and self._run_next(wait=False):
             pass
 
@@ -199,10 +191,7 @@ class GroupContext(Scope):
 
 
 class WaitRecorder:
-    """Records that this process waits for other workers, so that its slot does not take it for stalled.
-
-    This one records nothing; a training process has a `StackSampler`.
-    """
+    """Records that this process waits for others, and is not stalled. This one records nothing; see `StackSampler`."""
 
     def record_wait(self) -> AbstractContextManager[object]:
         """A context around a wait for other workers that is no collective of a watched group. Any thread."""
@@ -221,16 +210,12 @@ class WorkerContext:
     world: WorldView | None = None  # None before the first world
     group: Group | None = None  # None between two worlds
     handle: WorkerHandle | None = None  # the way to the worker's loop
-    # What the users of `group` share; a new one for each group.
-    group_context: GroupContext = field(default_factory=GroupContext)
-    # The driver, whose key-value store the worker may use; None in a process without one.
-    driver: DriverClient | None = None
+    group_context: GroupContext = field(default_factory=GroupContext)  # a new one for each group
+    driver: DriverClient | None = None  # None: a process without one
     address: str = "127.0.0.1"  # where the worker's peers find it
     ports: tuple[int, int] | None = None  # first and last port that the worker may listen on; None: any
-    # Addresses of the resources that Spark gave to the slot, by name ("gpu").
-    resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # Told of waits for other workers, which the slot's heartbeats report.
-    wait_recorder: WaitRecorder = field(default_factory=WaitRecorder)
+    resources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by name ("gpu")
+    wait_recorder: WaitRecorder = field(default_factory=WaitRecorder)  # told of waits for others
 
     def require_group(self) -> Group:
         """The current world's group; raises `CollectiveError` between two worlds."""
@@ -246,12 +231,10 @@ class ProcessContext(Scope):
         super().__init__()
         self.device = "cpu"  # what this process trains on: "cpu", "cuda", or another device type of torch
         self.files = ""  # folder of the files that Spark's user added; "": Spark did not start the slot
-        # Keeps this process's commits on its host; None: the job has no run, or keeps none.
-        self.commit_keeper: CommitKeeper | None = None
+        self.commit_keeper: CommitKeeper | None = None  # None: the job has no run, or keeps none
         self.worker: WorkerContext | None = None  # None: this process is no worker
         self.call = Scope()  # what one call of the user's function shares, through all its worlds
-        # (type, handler class) pairs that the user set for states; None: the defaults.
-        self.state_handlers: list[tuple[type, Any]] | None = None
+        self.state_handlers: list[tuple[type, Any]] | None = None  # None: the defaults
         self.is_initialized = False  # whether `init` of one of Horovod's interfaces was called
 
 

@@ -1,14 +1,8 @@
 """The one place that decides which device a worker trains on.
 
-A slot's process decides once, from the setting `device` and from what Spark gave to the slot: `GpuClaims`. Each
-training process applies it before anything of CUDA is loaded: `apply_device`. A worker sees only the GPU of its slot,
-which is then `cuda:0` to it, whatever its rank on the machine is.
-
-| `device` | Spark gave the slot a GPU | Spark gave it none |
-|---|---|---|
-| auto | that GPU | the CPU; what a hand-written loop sees is not changed |
-| cuda | that GPU | the first GPU of the machine that no other slot of this user has taken |
-| cpu | the CPU; no GPU is visible | the CPU; no GPU is visible |
+A slot's process decides once, from the setting `device` and from what Spark gave to the slot (`GpuClaims`; docs/gpu.md
+has the table). Each training process applies it before CUDA is loaded: `apply_device`. A worker sees only the GPU of
+its slot, which is then `cuda:0` to it, whatever its rank on the machine is.
 """
 
 from __future__ import annotations
@@ -89,10 +83,8 @@ def list_visible_gpus(environment: Mapping[str, str], devices: Path = DEVICES) -
 
 
 def set_accelerate_device(environment: MutableMapping[str, str], devices: Path = DEVICES) -> None:
-    """Let Accelerate train on the CPU where this environment shows no GPU, unless the user has set what it does.
-
-    Otherwise Accelerate, and so Hugging Face's Trainer, takes a process without a GPU for one that trains alone.
-    """
+    """Let Accelerate train on the CPU where no GPU is shown, unless the user has set what it does: it, and so Hugging
+    Face's Trainer, takes a process without a GPU for one that trains alone."""
     others = () if VISIBLE in environment else (devices / "kfd", devices / "dxg")  # of AMD, and in WSL
     if not list_visible_gpus(environment, devices) and not any(path.exists() for path in others):
         environment.setdefault("ACCELERATE_USE_CPU", "true")
@@ -115,12 +107,8 @@ def _explain_missing_gpu(gpus: int, slots_per_gpu: int) -> str:
 
 def apply_device(spec: SlotSpec, identity: SlotIdentity, environment: MutableMapping[str, str]) -> None:
     """Let this training process see what its slot was given, and record what it trains on. Before CUDA is loaded.
-
-    Raises:
-        InvalidInput: the slot could not be given what the job asks for.
-    """
-    # Imports the engine, which `transform` does without.
-    from spark_elastic.worker.context import get_process_context
+    Raises InvalidInput: the slot could not be given what the job asks for."""
+    from spark_elastic.worker.context import get_process_context  # it imports the engine
 
     process = get_process_context()
     gpus = identity.resources.get(GPU, ())
@@ -144,9 +132,7 @@ def apply_device(spec: SlotSpec, identity: SlotIdentity, environment: MutableMap
 
 
 def find_gpu(address: str, environment: Mapping[str, str]) -> str:
-    """What CUDA calls a GPU that Spark calls `address`, a number among the host's GPUs or an id. Where a resource
-    manager shows a container only its own, numbers count these; `InvalidInput`: the environment does not show that
-    GPU."""
+    """What CUDA calls a GPU that Spark calls `address`, a number or an id. Raises InvalidInput: it is not shown."""
     if VISIBLE not in environment:
         return address
     visible = list_visible_gpus(environment)
@@ -154,8 +140,7 @@ def find_gpu(address: str, environment: Mapping[str, str]) -> str:
 
 
 def find_gpu_number(address: str, visible: Sequence[str]) -> int:
-    """The number of a GPU as frameworks count those that they see. address: Spark's. visible: names of GPUs as in
-    CUDA_VISIBLE_DEVICES."""
+    """The number of a GPU as frameworks count those that they see. visible: as in CUDA_VISIBLE_DEVICES."""
     if address in visible:
         return visible.index(address)
     if address.isdecimal() and int(address) < len(visible):
@@ -186,8 +171,7 @@ def collect_gpu_facts(environment: Mapping[str, str], devices: Path = DEVICES) -
 def check_host_device(
     host: Mapping[str, object], device: str, needs: Sequence[str], assigned: bool
 ) -> str | None:
-    """Why a host cannot give its slots the device of a job, or None. host: its facts. needs: frameworks that the job
-    uses. assigned: Spark gives GPUs to slots, and its word is taken."""
+    """Why a host cannot give its slots the device of a job. assigned: Spark gives GPUs, and its word is taken."""
     if device != "cuda":
         return None
     name = host.get("host", "unknown")

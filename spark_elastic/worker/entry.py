@@ -1,8 +1,7 @@
 """Main of a training process: `python -m spark_elastic.worker.entry`, started by a slot's agent or a fork server.
 
-Standard input brings a header line, the pickled program, and later one line that activates the process as a worker.
-Until then it is a warm spare with everything imported. At the end of standard input the slot is gone. The process ends
-with the exit code that the interpreter would give it, after a limited time for `atexit` functions.
+Standard input brings a header line, the pickled program, and later one line that activates the process as a worker:
+until then it is a warm spare with everything imported. At its end the slot is gone.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
 from spark_elastic.worker.imports import FOLLOWERS, import_early, import_followers
-from spark_elastic.worker.loop import BeginAgain, DriverWatch, GroupConnector, MetricsReporter, WorkerLoop
+from spark_elastic.worker.loop import BeginAgain, DriverWatch, GroupConnector, WorkerLoop
 from spark_elastic.worker.program import (
     Program,
     compute_fingerprint,
@@ -123,11 +122,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def end_forks_with_process() -> None:
-    """Have the kernel kill what the main thread's code forks, such as a DataLoader's workers, when this process ends.
-
-    They may hang, in a lock that another thread held when they were forked, and would then stay for ever after a loss.
-    The kernel counts the end of the forking thread; so those of other threads are left to themselves.
-    """
+    """Have the kernel kill what the main thread forks, such as a DataLoader's workers, when this process ends: they may
+    hang in a lock that another thread held. It counts the end of the forking thread, so others' forks are left
+    alone."""
     prctl, parent, thread = ctypes.CDLL(None).prctl, os.getpid(), threading.get_ident()
     forks_itself = True  # and not a process that it has forked, which has these hooks, too
 
@@ -192,21 +189,17 @@ def _run_worker(
     encrypted = spec.certificate is not None
     with Endpoint(spec.key, host=me.address, port_range=me.ports, encrypted=encrypted) as endpoint:
         watch = DriverWatch(me.worker, driver, clock, spec.driver_timeout, sampler.driver_seen_at)
-        reporter = MetricsReporter(me.worker, driver)
         groups = GroupConnector(endpoint, spec.collective_timeout, sampler)
-        loop = WorkerLoop(me, program, driver, clock, watch, reporter, groups)
+        loop = WorkerLoop(me, program, driver, clock, watch, groups)
         watch.start(loop.handle_event)
-        reporter.start()
         try:
             return loop.run()
         except BeginAgain as again:
             activation = Activation(me.worker, again.left, again.position)
             sampler.write_activation(codec.to_line(activation))
-            # Still connected to the driver, which would take it for lost if its functions of `atexit` took long.
-            exit_process(0)
+            exit_process(0)  # the driver would take it for lost meanwhile
         finally:
             watch.close()
-            reporter.close()
 
 
 def find_tls_problem() -> str | None:
@@ -219,9 +212,8 @@ def find_tls_problem() -> str | None:
 
 
 def _detach_stdin() -> int:
-    """Returns a descriptor of the pipe from the slot; standard input is empty from now on. A process that
-    `multiprocessing` forks first closes `sys.stdin`, and would wait for ever for the lock of a thread that reads from
-    there."""
+    """Returns a descriptor of the pipe from the slot; standard input is empty from now on. Else a process that
+    `multiprocessing` forks, which first closes `sys.stdin`, would wait for the lock of who reads from there."""
     pipe = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -236,11 +228,9 @@ def _exit_with_slot(pipe: int) -> None:
 
 
 def exit_with_process(pid: int) -> None:
-    """Wait until that process ends, the executor's JVM; then end this one, its connections first.
-
-    Without this, peers would hear of the executor's end only after Spark's Python daemon, the slot task and then this
-    process had ended one after the other, each after the kernel has freed its memory, which takes 0.1 s for a JVM's.
-    """
+    """Wait until the executor's JVM ends; then end this process, its connections first. Else peers would hear of it
+    after Spark's daemon, the slot task and this process had ended, each once its memory is free, which takes 0.1 s for
+    a JVM."""
     if not await_exit(pid, _HOST_POLL):
         return  # the kernel ends this process with its slot
     shut_down_connections()

@@ -1,13 +1,10 @@
 """Main of a fork server: `python -m spark_elastic.worker.fork_server PARENT IMPORTS LEFT_OUT...`, started by a slot.
 
 Makes a program's early imports, a JSON list in the file with the descriptor IMPORTS, then forks a training process for
-each request on the socket that is its standard input. A forked process continues like a spawned one (`worker.entry`).
-The slot's process adopts it, so it does not depend on the server. The server has one thread and sees no job's key,
-program or rows: they arrive on the standard input of the forked process. It ends with the slot's process, or after
-`IDLE_SECONDS` without a process that it forked.
-
-A package after whose import no process could be forked is left out: the server begins anew without it, and each forked
-process imports it.
+each request on the socket that is its standard input; it continues like a spawned one (`worker.entry`), and the slot's
+process adopts it. The server has one thread and sees no job's key, program or rows. It ends with the slot's process, or
+after `IDLE_SECONDS` without a process that it forked. A package after whose import no process could be forked is left
+out: the server begins anew without it, and each forked process imports it.
 """
 
 from __future__ import annotations
@@ -34,12 +31,10 @@ from spark_elastic.worker.imports import import_early, import_followers
 
 IDLE_SECONDS = 60.0  # as long as Spark keeps a Python worker without a task
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
-# Threads whose library starts them anew in a forked process when it needs them: pyarrow's and others' jemalloc.
-FORK_AWARE_THREADS = frozenset({"jemalloc_bg_thd"})
+FORK_AWARE_THREADS = frozenset({"jemalloc_bg_thd"})  # pyarrow's, which is started anew
 DESCRIPTORS = 6  # of a request: standard input and output, `entry.ChildFds`, and where the answer goes
 FORK = b"fork"
-# The slot announces that it will adopt the process; the server answers that the process has started.
-ADOPT, STARTED = b"adopt", b"started"
+ADOPT, STARTED = b"adopt", b"started"  # the slot will adopt it; it has started
 _HIGH_DESCRIPTOR = 512  # descriptors that must not occupy low numbers are moved to here and above
 
 
@@ -53,8 +48,6 @@ class _InForkedProcess(BaseException):
 
 @dataclass(frozen=True)
 class _Request:
-    """For one process."""
-
     descriptors: tuple[int, ...]  # standard input and output of the new process, then its `ChildFds`
     reply: socket.socket  # to the slot, which cancels the request by closing its end
 
@@ -99,8 +92,8 @@ class _Imported:
 
 
 def _import(slot: socket.socket, descriptor: int, left_out: list[str]) -> _Imported:
-    """Make the imports of a file, without the packages that are left out: each is `package=why`. The garbage collector
-    never visits their objects again, so the forked processes keep sharing that memory."""
+    """Make a file's imports, without the packages that are left out (`package=why`). No garbage collector visits their
+    objects again, so forked processes keep sharing that memory."""
     imports: list[str] = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     why = dict(package.split("=", 1) for package in left_out)
     imported = _Imported(_find_obstacle())
@@ -185,8 +178,7 @@ def _find_obstacle() -> str:
     if devices := find_open_devices():
         return f"what it imported has opened {devices[0]}, which a fork cannot use"
     if _find_threads():
-        # The threads of OpenBLAS end before a fork and are started again when needed.
-        if (pid := _fork()) == 0:
+        if (pid := _fork()) == 0:  # OpenBLAS's end before a fork
             os._exit(0)
         os.waitpid(pid, 0)
     if threads := _find_threads():
@@ -204,7 +196,6 @@ def find_open_devices(descriptors: Path = Path("/proc/self/fd")) -> list[str]:
 
 
 def _find_threads() -> list[str]:
-    """Those that a fork would lose."""
     names = []
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended
@@ -221,9 +212,8 @@ def _fork() -> int:
 
 
 def _fork_for(request: _Request, notes: list[str]) -> int:
-    """Fork the process of a request, in which this raises. Returns its pidfd once the slot has adopted it; 0 if the
-    slot does not want it. An intermediate process forks it: when that is killed, the slot's process inherits its
-    child."""
+    """Fork the process of a request, in which this raises. Returns its pidfd once the slot has adopted it; 0: it has
+    not. An intermediate process forks it: when that is killed, the slot's process inherits its child."""
     pid_read, pid_write = os.pipe()
     begin_read, begin_write = os.pipe()
     slot, server = os.getppid(), os.getpid()
@@ -231,8 +221,7 @@ def _fork_for(request: _Request, notes: list[str]) -> int:
     if intermediate == 0:
         os.close(begin_write)
         _fork_grandchild(server, pid_write)  # returns in the new process only
-        # Closed before it waits: the server must see end of file if the intermediate process dies silently.
-        os.close(pid_read)
+        os.close(pid_read)  # the server must see end of file if this process dies
         os.close(pid_write)
         if not os.read(begin_read, 1) or os.getppid() != slot:
             os._exit(1)  # it was not adopted; another process will read its input
@@ -318,8 +307,7 @@ def _look_like_entry() -> None:
 
 
 def _reseed() -> None:
-    """Seed anew what modules seeded when they were imported. `random` does so itself after each fork. Only the seed of
-    `hash()` stays the server's."""
+    """Seed anew what modules seeded when they were imported, but `random`, which does so itself, and `hash()`."""
     modules: dict[str, Any] = dict(sys.modules)
     if "numpy" in modules:
         modules["numpy"].random.seed()

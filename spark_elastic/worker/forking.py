@@ -34,8 +34,7 @@ PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 @dataclass(frozen=True)
 class InheritedSettings:
-    """What processes inherit from their server. A server serves only slots with equal settings. They may hold secrets,
-    and are not shown."""
+    """What processes inherit from their server. They may hold secrets, and are not shown."""
 
     imports: tuple[str, ...] = field(repr=False)  # early ones of the program, made by the server
     environment: Mapping[str, str] = field(repr=False)  # of the server
@@ -127,18 +126,14 @@ class ForkServerCache:
         self._server = None
 
 
-# Module state, since the server outlives the slots and jobs that this process serves one after another.
-fork_server_cache = ForkServerCache()
+fork_server_cache = ForkServerCache()  # it outlives the slots and jobs of this process
 
 
 def start_process(
     fds: ChildFds, imports: tuple[str, ...] | None, environment: Mapping[str, str]
 ) -> ForkedProcess | subprocess.Popen[bytes]:
-    """Start a process that runs `entry`. Main thread only.
-
-    fds: the process's; `fds.status` is closed in this process once the new one has it. imports: of the fork server;
-    None: spawn.
-    """
+    """Start a process that runs `entry`. Main thread only. imports: of the fork server; None: spawn.
+    fds: the process's; `fds.status` is closed in this process once the new one has it."""
 
     def spawn(stdin: int, stdout: int, *arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -180,11 +175,8 @@ class AdoptedProcess:
 
 
 class ForkedProcess:
-    """A process from a fork server, or a spawned one if the server fails, with the methods of `subprocess.Popen`.
-
-    The server may still be importing, so the process comes into existence inside `wait`, which has its own thread. One
-    that is killed before it exists is never started; after its end, signals do nothing.
-    """
+    """A process from a fork server, or a spawned one if that fails, with the methods of `subprocess.Popen`. It begins
+    to exist inside `wait`, for the server may be importing; one that is killed before is never started."""
 
     def __init__(
         self, server: ForkServer, fds: ChildFds, spawn: Callable[..., subprocess.Popen[bytes]]
@@ -231,7 +223,6 @@ class ForkedProcess:
                     self._reply.shutdown(socket.SHUT_RDWR)
 
     def _begin(self) -> AdoptedProcess | subprocess.Popen[bytes] | None:
-        """Adopt or spawn the process; None: it was killed before it existed."""
         process = self._adopt()
         with self._lock:
             if process is None and not self._killed:
@@ -245,7 +236,6 @@ class ForkedProcess:
             return self._process
 
     def _adopt(self) -> AdoptedProcess | None:
-        """The forked process, as a child of this one; None: there is none."""
         answer, *notes = _receive(self._reply).decode(errors="replace").split("\n")
         forked = answer.isdigit()
         self._died_importing = not answer
@@ -270,8 +260,7 @@ class ForkedProcess:
         return process
 
 
-# Module state, since being a subreaper is an attribute of the whole process.
-_subreaper_lock = threading.Lock()
+_subreaper_lock = threading.Lock()  # being a subreaper is an attribute of the process
 
 
 @contextmanager

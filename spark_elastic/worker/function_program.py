@@ -1,8 +1,7 @@
 """A user's function as a program, called in the worker's main thread; `Torchrun` gives it torchrun's surroundings.
 
-A function that uses `elastic.run` is called once and continues from world to world. Any other function is called again
-from its beginning in each world after a loss, in a new process: libraries keep much in one that they set up once. A
-planned change waits for its end.
+One that uses `elastic.run` is called once and continues from world to world. Any other is called again in each world
+after a loss, in a new process: libraries keep much in one. A planned change waits for its end.
 """
 
 from __future__ import annotations
@@ -46,11 +45,8 @@ from spark_elastic.worker.session import ENTERED, STATE
 
 
 class FunctionProgram:
-    """`fn(*args, **kwargs)` on every worker.
-
-    environment: variables of the training process, set before the slow imports. dumps: pickles the call.
-    checkpoint_target: store and policy of the checkpoints; None: there are none. imports: early ones.
-    """
+    """`fn(*args, **kwargs)` on every worker. environment: set before the slow imports. dumps: pickles the call.
+    checkpoint_target: store and policy of the checkpoints; None: there are none. imports: early ones."""
 
     may_have_loop = True
 
@@ -73,7 +69,6 @@ class FunctionProgram:
         self.imports = imports
 
     def prepare(self) -> None:
-        """Import what loading the function imports."""
         cloudpickle.loads(self.pickled_call)
 
     def position(self) -> Position | None:
@@ -81,8 +76,7 @@ class FunctionProgram:
         return None
 
     def sync(self, world: WorldView, group: Group) -> Position | None:
-        """None: an elastic function synchronizes its state itself, since a newcomer has none before its function has
-        created one."""
+        """None: an elastic function synchronizes its state itself, which a newcomer's function has yet to create."""
         return None
 
     def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
@@ -113,8 +107,7 @@ class FunctionProgram:
             value: object = None
             with accept_exit_zero(), exit_forks():
                 value = fn(*args, **kwargs)
-            # An elastic function may have gone on to later worlds.
-            last = (get_context() or worker).group or group
+            last = (get_context() or worker).group or group  # it may have gone on to later worlds
             return Completed(encode_result(value, last.rank))
         except MismatchError as error:
             # Another world would not help.
@@ -123,8 +116,7 @@ class FunctionProgram:
                 "names, shapes and dtypes."
             ) from error
         finally:
-            # Nothing is lost with the process of a function that has come to no elastic loop, and holds no state.
-            self.needs_new_process = STATE not in handle.process_values
+            self.needs_new_process = STATE not in handle.process_values  # else its process can go
 
     def close(self) -> None:
         if self._checkpointer is not None:
@@ -147,7 +139,6 @@ class ResultStore:
         return StoredResult(name)
 
     def take(self, stored: StoredResult) -> Any:
-        """Return the value, and remove it from the store."""
         store = Store.open(self.url, **self.options)
         value = cloudpickle.loads(store.read_bytes(stored.name))
         store.delete(stored.name)
@@ -205,15 +196,9 @@ class Torchrun:
 
 
 def make_torchrun_variables(environment: Mapping[str, str], one_node: bool, restarts: int) -> dict[str, str]:
-    """What torchrun sets beside RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RUN_ID.
-
-    Args:
-        environment: has these.
-        restarts: worlds before this one.
-    """
+    """What torchrun sets beside the variables that `environment` has. restarts: worlds before this one."""
     rank, size = environment["RANK"], environment["WORLD_SIZE"]
-    # A worker sees the GPU of its slot alone, whose number is 0.
-    is_local = one_node and get_process_context().device != "cuda"
+    is_local = one_node and get_process_context().device != "cuda"  # else its GPU's number is 0
     return {
         "LOCAL_RANK": rank if is_local else "0",
         "LOCAL_WORLD_SIZE": size if is_local else "1",

@@ -76,8 +76,7 @@ def _follow(module: ModuleType, follower: str) -> None:
 
 
 def list_early_imports(program: object, preload: Sequence[str]) -> tuple[str, ...]:
-    """What a process imports before it runs this program: with the program's variables, and first what was asked for by
-    name."""
+    """What a process imports before it runs this program; first what was asked for by name."""
     variables = [f"{name}={value}" for name, value in getattr(program, "environment", {}).items()]
     aliases = [f"{AS_HOROVOD}?"] if AS_HOROVOD in sys.modules else []
     return tuple(dict.fromkeys([*variables, *aliases, *preload, *getattr(program, "imports", ())]))
@@ -95,9 +94,8 @@ def import_early(
     environment: MutableMapping[str, str],
     is_done: Callable[[str, str], bool] = lambda *tried: False,
 ) -> None:
-    """Import what a program imports, if it is installed: code of the user runs when its program runs, with its rank.
-    Failures are left to the program. Afterwards the environment, that of this process, is as before. is_done: called
-    with each module that was tried and why that failed ("": it did not); True: import no more."""
+    """Import what a program imports, if it is installed. Failures are left to the program, and the environment is as
+    before. is_done: called with each module and why it failed ("": it did not); True: import no more."""
     before = dict(environment)
     changed: list[str] = []
     try:
@@ -150,6 +148,5 @@ def is_installed(text: str) -> bool:
 
 
 def is_installed_spec(spec: ModuleSpec) -> bool:
-    """Whether a package that is no part of Python was installed."""
     places = [spec.origin] if spec.origin else [*(spec.submodule_search_locations or ())]
     return any(not INSTALLED.isdisjoint(Path(place).parts) for place in places)

@@ -1,8 +1,7 @@
 """The worker's loop, which executes the commands of the worker machine around the user's program.
 
-The main thread asks for worlds and forms them, syncs and runs the program (`WorkerLoop`). A thread of `DriverWatch`
-polls the driver and posts what it says; both go through `WorkerLoop._post`, whose lock owns the machine. The thread
-that learns of an abort executes it. Another thread sends the newest metrics to the driver (`MetricsReporter`).
+The main thread asks for worlds and forms them, syncs and runs the program (`WorkerLoop`); a thread polls the driver
+(`DriverWatch`). Both post to the machine, which a lock owns; who learns of an abort executes it.
 """
 
 from __future__ import annotations
@@ -88,15 +87,13 @@ class GroupConnector:
         return self._endpoint.address
 
     def connect(self, world: WorldView, addresses: Sequence[str], driver: DriverClient) -> Group:
-        """The group of that world, with its collectives recorded as waits. addresses: of all members; none: the driver
-        is asked for each that a collective needs."""
+        """The group of that world. addresses: of all members; none: the driver is asked for those that it needs."""
 
         def find_addresses(ranks: Sequence[int]) -> Sequence[str]:
             request = FindAddresses(world.me.worker, world.fence, tuple(ranks))
             deadline = driver.now() + self._timeout
             known: tuple[str, ...] = ("",)
-            # The world is over, or this worker.
-            with suppress(StaleGeneration, DriverUnreachable, ConnectionClosed):
+            with suppress(StaleGeneration, DriverUnreachable, ConnectionClosed):  # it is over
                 while not all(known) and driver.now() < deadline:
                     known = driver.ask(request, min(MAX_POLL_SECONDS, deadline - driver.now())).addresses
             return known if all(known) else ()
@@ -114,7 +111,6 @@ class GroupConnector:
         return self.wait_recorder.watch_group(group)
 
     def connect_alone(self, world: WorldView) -> Group:
-        """The group of a world of one, which no other group's end ends."""
         fence = world.fence.attempt, world.fence.generation
         return connect(self._endpoint, 0, 1, fence, lambda blob: [blob], timeout=self._timeout)
 
@@ -128,13 +124,11 @@ class WorkerLoop:
     driver: DriverClient
     clock: Clock
     watch: DriverWatch
-    reporter: MetricsReporter
     groups: GroupConnector
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()  # owns _state, _group, _aborted_fence
-        # The newest position: the machine does nothing about it, so it learns of it with the next event.
-        self._applied: on.Applied | None = None
+        self._applied: on.Applied | None = None  # the machine learns of it with the next event
         state, _ = worker_machine.initial(self.identity.worker)
         self._state = replace(state, fence=self.identity.left, position=self.identity.position)
         self._group: Group | None = None
@@ -150,7 +144,7 @@ class WorkerLoop:
         self._handle = WorkerHandle(
             lambda: self.watch.version,
             self._report_position,
-            self.reporter.report,
+            self.watch.report,
             self._next_world,
             report_straggler=self._report_straggler,
             report_checkpoint=self._report_checkpoint,
@@ -201,8 +195,7 @@ class WorkerLoop:
         return world, group
 
     def _join_others(self) -> tuple[WorldView, Group] | None:
-        """For a program that enters its loop: return to the world that it is a member of, or ask for one. None: it is
-        in that world already."""
+        """For a program that enters its loop: go to the world that it is a member of. None: it is there."""
         if self._alone is None:
             return None
         _, context = self._alone
@@ -259,7 +252,6 @@ class WorkerLoop:
         return self._await_run(command)
 
     def _await_run(self, command: do.Sync | do.Run | do.Exit) -> tuple[WorldView, Group]:
-        """For a program inside `run`: go on to the world in which it runs."""
         while isinstance(command, do.Sync):
             command = self._advance(self._run_program(command))
         if isinstance(command, do.Exit):
@@ -268,8 +260,7 @@ class WorkerLoop:
         return command.world, self._group
 
     def handle_event(self, event: on.WorkerEvent) -> int | None:
-        """For the thread of `DriverWatch`: execute what must not wait for the main thread; returns an exit code, if
-        any."""
+        """For the thread of `DriverWatch`: execute what must not wait. Returns an exit code, if any."""
         code = None
         for command in self._post(event):
             if isinstance(command, do.AbortGroup):
@@ -303,11 +294,10 @@ class WorkerLoop:
         return None
 
     def _ask(self, message: messages.RequestNextWorld | messages.WorkerDone) -> on.WorkerEvent:
-        """Repeat a long poll until it brings a world or the end."""
         if isinstance(message, messages.RequestNextWorld):
             set_context(self._context_between_worlds)
         else:
-            self.reporter.flush()  # the driver may end the job upon `done`, before the next message of metrics
+            self.watch.send_metrics()  # the driver may end the job upon `done`, before the next message of metrics
         message = replace(message, address="" if self._has_to_begin_again else self.groups.address)
         with self.groups.wait_recorder.record_wait():
             answer = self.driver.ask(message, MAX_POLL_SECONDS)
@@ -367,8 +357,7 @@ class WorkerLoop:
                 "the function returned before its elastic loop, in which the other workers train: let each worker call "
                 "the loop."
             )
-        # `world` is not used from here on: the program may have gone on to a later one.
-        now = self.clock.now()
+        now = self.clock.now()  # `world` may be over: the program may have gone on to a later one
         if isinstance(outcome, Completed):
             check_result_size(outcome.result)
             return on.Finished(now, self._fence(), outcome.result)
@@ -385,8 +374,7 @@ class WorkerLoop:
         return self._world.fence
 
     def _group_broke(self, fence: Fence, error: Exception) -> on.GroupBroken:
-        # Ranks that request something else, or nothing, have no broken connection.
-        by_program = isinstance(error, MismatchError | RequestTimeout)
+        by_program = isinstance(error, MismatchError | RequestTimeout)  # no connection has broken
         suspects = error.ranks if isinstance(error, CollectiveError) and not by_program else ()
         return on.GroupBroken(self.clock.now(), fence, tuple(suspects), str(error))
 
@@ -419,6 +407,7 @@ class DriverWatch:
 
     def __post_init__(self) -> None:
         self._version = INITIAL_VERSION
+        self._latest: Mapping[str, Any] | None = None  # metrics that were not sent yet
         self._closing = threading.Event()
 
     @property
@@ -428,8 +417,9 @@ class DriverWatch:
 
     def start(self, handle_event: Callable[[on.WorkerEvent], int | None]) -> None:
         """handle_event: that of the worker's loop; returns an exit code if the worker has to end."""
-        watching = partial(self._watch, handle_event)
-        threading.Thread(target=watching, name="spark-elastic-watch", daemon=True).start()
+        watch = partial(self._watch, handle_event)
+        threading.Thread(target=watch, name="spark-elastic-watch", daemon=True).start()
+        threading.Thread(target=self._send_regularly, name="spark-elastic-report", daemon=True).start()
 
     def close(self) -> None:
         self._closing.set()
@@ -471,34 +461,18 @@ class DriverWatch:
             sys.stderr.flush()
         os._exit(code)
 
-
-class MetricsReporter:
-    """Sends the newest metrics to the driver, from a daemon thread."""
-
-    def __init__(self, worker: WorkerId, driver: DriverClient) -> None:
-        self._worker = worker
-        self._driver = driver
-        self._latest: Mapping[str, Any] | None = None
-        self._closing = threading.Event()
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="spark-elastic-report", daemon=True).start()
-
-    def close(self) -> None:
-        self._closing.set()
+    # ---- metrics
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Replace what is sent next. Never blocks."""
         self._latest = metrics
 
-    def flush(self) -> None:
-        """Send the newest metrics now, if there are any. Any thread."""
+    def send_metrics(self) -> None:
         metrics, self._latest = self._latest, None
         if metrics is not None:
-            # Progress is for people; `DriverWatch` takes care of a silent driver.
-            with suppress(Exception):
-                self._driver.ask(Report(self._worker, codec.encode_numbers(metrics)))
+            with suppress(Exception):  # progress is for people
+                self.driver.ask(Report(self.worker, codec.encode_numbers(metrics)))
 
-    def _run(self) -> None:
+    def _send_regularly(self) -> None:
         while not self._closing.wait(REPORT_EVERY):
-            self.flush()
+            self.send_metrics()

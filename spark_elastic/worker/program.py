@@ -1,8 +1,7 @@
-"""What a worker runs: a program that can be interrupted and continued in another world; its results and
-errors, and how its process ends.
+"""What a worker runs: a program that can be continued in another world; its results, errors, and its process's end.
 
-A process that user code forks (`os.fork`) has its parent's sockets, shared memory and identity, but is no worker: it
-ends where the user's code ends, and a group refuses it (`elastic_collectives`). Any thread.
+A process that user code forks has its parent's sockets, shared memory and identity, but is no worker: it ends where the
+user's code ends, and a group refuses it. Any thread.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ CALLERS = (
     f"{Path(__file__).parents[1]}{os.sep}",
     *(function.__code__.co_filename for function in (runpy.run_path, contextlib.contextmanager)),
 )
-# Bytes of a pickled result, which travels in one message as text that is a third longer.
-RESULT_AT_MOST = 5 << 20
+RESULT_AT_MOST = 5 << 20  # bytes of a pickled result, which a message carries as base64
 ENVELOPE = 4096  # bytes that the rest of that message needs at most
 AT_EXIT_TIMEOUT = 2.0  # seconds for `atexit` functions; less than `slot_agent.STOP_GRACE`
 
@@ -67,20 +65,15 @@ Outcome: TypeAlias = Stopped | Completed
 class WorkerHandle:
     """What a running program may use of its worker."""
 
-    # The newest membership version that this worker knows; part of each step's summary.
-    membership_version: Callable[[], MembershipVersion]
-    # To be called after each change of the position; cheap, without I/O.
-    report_position: Callable[[Position], None]
-    # Sends numbers to the driver for its progress line; never blocks, and may drop numbers that newer ones replace.
-    report_metrics: Callable[[Mapping[str, Any]], None]
+    membership_version: Callable[[], MembershipVersion]  # the newest; part of each step's summary
+    report_position: Callable[[Position], None]  # after each change; cheap, without I/O
+    report_metrics: Callable[[Mapping[str, Any]], None]  # never blocks, and may drop numbers
     # For a program that stays in `run` from world to world: leaves this world and returns the next with its group. The
     # argument is the error that broke the world, or None at a boundary that all ranks agreed on. Raises `WorkerExit` if
     # there is no next world.
     next_world: Callable[[CollectiveError | None], tuple[WorldView, Group]]
-    # Values of the process by name, which outlive one call of a user's function.
-    process_values: dict[str, Any] = field(default_factory=dict)
-    # Tells the driver that the others of this world would be quicker without this worker. One short request.
-    report_straggler: Callable[[str], object] = lambda reason: None
+    process_values: dict[str, Any] = field(default_factory=dict)  # by name, for all calls of a function
+    report_straggler: Callable[[str], object] = lambda reason: None  # others wait for this worker
     # Tells the driver, which publishes the checkpoint unless it is too late: R18 (publication); None: the store has no
     # room for one. One short request; any thread.
     report_checkpoint: Callable[[Checkpoint | None], object] = lambda checkpoint: None
@@ -120,11 +113,8 @@ class Program(Protocol):
         ...
 
     def sync(self, world: WorldView, group: Group) -> Position | None:
-        """Send or receive the state of `world.source`: into staging, verified, then swapped: R5 (staging).
-
-        Returns the position of the state that the program then has. None: it synchronizes inside `run` and reports its
-        position there.
-        """
+        """Send or receive the state of `world.source`: into staging, verified, then swapped: R5 (staging). Returns its
+        position. None: it synchronizes inside `run` and reports its position there."""
         ...
 
     def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
@@ -140,8 +130,7 @@ class Program(Protocol):
 
 
 def compute_fingerprint(error: BaseException) -> str:
-    """A hash of type, message and the innermost frame's function and line: equal for the same defect on all hosts, so
-    without addresses of objects and names of temporary files."""
+    """A hash of type, message and the innermost frame: equal for the same defect on all hosts, so without addresses."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].name}:{frames[-1].lineno}" if frames else ""
     message = re.sub(r"\b0x[0-9a-fA-F]+|\btmp\w{8}\b", "", _format_message(error))
@@ -155,8 +144,7 @@ def format_traceback(error: BaseException) -> str:
     trace = _skip_callers(error.__traceback__)
     if trace is None and not isinstance(error, ElasticError | FloatingPointError):
         trace = error.__traceback__
-    # The sentence of a StoreError has what its cause says, whose frames are those of a file system.
-    chain = trace is not None or not isinstance(error, StoreError)
+    chain = trace is not None or not isinstance(error, StoreError)  # its sentence has what the cause says
     formatted = traceback.format_exception(type(error), error, trace, chain=chain)
     if sys.version_info < (3, 11):  # which does not print them
         formatted += [f"{note}\n" for note in getattr(error, "__notes__", ())]
@@ -191,8 +179,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def encode_result(value: object, rank: int) -> str:
-    """A function's return value, any that cloudpickle can pickle, as JSON text. Only text from messages that prove the
-    job's key is decoded again. rank: of the worker, for the error message."""
+    """A function's return value as JSON text, for messages that prove the job's key. rank: of the worker."""
     try:
         pickled = cloudpickle.dumps(value)
     except Exception as error:  # objects may raise anything while they are pickled
@@ -209,7 +196,6 @@ def encode_result(value: object, rank: int) -> str:
 
 
 def check_result_size(text: str) -> None:
-    """Refuse a program's result, as JSON text, that is too large for a message."""
     size = len(codec.dumps({"result": text}))
     if size > MAX_BODY_BYTES - ENVELOPE:
         raise InvalidInput(
@@ -252,8 +238,7 @@ def describe_exit(code: int) -> str:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process after running `atexit` functions for at most `AT_EXIT_TIMEOUT`. Threads of user code or of a
-    framework do not keep a finished worker alive."""
+    """End the process after `atexit` functions, for a limited time: no other thread keeps a finished worker alive."""
     late = threading.Timer(AT_EXIT_TIMEOUT, os._exit, (code,))
     late.daemon = True
     late.start()

@@ -25,8 +25,7 @@ from spark_elastic.worker.program import accept_exit_zero, exit_forks
 # Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
 PORTS = (20_000, 32_767)
 TRIES = 1_000  # ports that are tried
-# Key of `WorkerHandle.process_values`: the `DistEnv` of the world that the worker is a member of, while it is alone.
-DIST_ENV = "dist_env"
+DIST_ENV = "dist_env"  # in `process_values`: that of the others' world, while it is alone
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,6 @@ def _as_program(name: str, arguments: tuple[str, ...], folder: str) -> Iterator[
 
 @contextmanager
 def _search_first(folder: str) -> Iterator[None]:
-    """Inside the block, `folder` comes first in the module path."""
     sys.path.insert(0, folder)
     try:
         yield
@@ -146,7 +144,6 @@ class DistEnv:
     others_in_loop: bool  # whether another member is inside of its elastic loop
 
     def apply(self) -> None:
-        """Set the variables. Main thread only."""
         os.environ.update(self.variables)
         if get_process_context().device == "cpu":
             set_accelerate_device(os.environ)
@@ -160,20 +157,13 @@ def exchange_dist_env(
     *,
     in_loop: bool = False,
 ) -> DistEnv:
-    """MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and so on, and Horovod's names for ranks and sizes. Collective, in
-    each new world, before anything else. The master is rank 0; the port was free there.
-
-    Args:
-        address: of this worker.
-        ports: first and last port that the worker may listen on; None: any.
-        in_loop: this worker is inside of its elastic loop.
-    """
+    """MASTER_ADDR, RANK and so on, and Horovod's names for ranks and sizes. Collective, in each new world, before
+    anything else. The master is rank 0; the port was free there. ports: first and last that may be used; None: any."""
     mine = f"{address} {find_free_port(address, ports or PORTS)}" if group.rank == 0 else " "
     told = [part.decode().split(" ") for part in group.allgather_bytes(f"{in_loop:d} {mine}".encode())]
     _, master, port = told[0]
     me = world.me
-    # Programs of torch take LOCAL_RANK for the number of their device, and a worker sees the GPU of its slot alone.
-    has_own_gpu = get_process_context().device == "cuda"
+    has_own_gpu = get_process_context().device == "cuda"  # LOCAL_RANK is torch's number of it
     variables = {
         "MASTER_ADDR": master,
         "MASTER_PORT": port,
@@ -192,11 +182,8 @@ def exchange_dist_env(
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group that an earlier call of the function left in torch.distributed.
-
-    A process has only one, and the next call of the function creates its own. Libraries that keep groups in variables
-    of their modules, and Accelerate, which keeps its ranks, would use those of the earlier world: they begin anew.
-    """
+    """Destroy the process group that an earlier call left in torch.distributed: a process has only one. Libraries that
+    keep groups in variables of their modules, and Accelerate, which keeps its ranks, begin anew."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available():
         return

@@ -2,9 +2,8 @@
 are in their loop. Training thread only.
 
 R21 (outside of the loop): outside of its elastic loop, while others are inside of theirs, a program runs alone in a
-world of one worker, so that no exchange of its own meets those of the others. A mark in the driver's key-value store
-says that a worker of the job has begun its loop: a newcomer that finds it runs its program up to the loop first, and
-asks for a world then.
+world of one worker. A mark in the driver's key-value store says that a worker has begun its loop: a newcomer that finds
+it runs its program up to the loop first, and asks for a world then.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ RESERVED = ("step", "steps", "rows", "world", "checkpoint_seconds")  # numbers t
 
 
 def get_group() -> Group | None:
-    """The current world's group; None in a process that is not a worker. Raises `CollectiveError` between two
-    worlds."""
+    """The current world's group; None in a process that is no worker. Raises `CollectiveError` between two worlds."""
     worker = get_context()
     return None if worker is None else worker.require_group()
 
@@ -77,8 +75,7 @@ def report(**numbers: Any) -> None:
 
 
 def update_metrics(handle: WorkerHandle, numbers: dict[str, Any]) -> None:
-    """Report numbers in addition to those reported before. They outlive one call of the user's function: a count of
-    commits alone does not take the loss off the status page."""
+    """Report numbers in addition to those before, also of an earlier call of the user's function, such as the loss."""
     metrics: dict[str, Any] = handle.process_values.setdefault(METRICS, {})
     metrics.update(numbers)
     handle.report_metrics(dict(metrics))
@@ -161,8 +158,7 @@ class WorkerNotificationManager:
             log.warning("listeners were not told of a change: %s", error)
 
 
-# Module state, as Horovod has it: `horovod.common.elastic.notification_manager`.
-notification_manager = WorkerNotificationManager()
+notification_manager = WorkerNotificationManager()  # module state, as Horovod has it
 
 
 def _tell(listeners: tuple[HostsListener, ...], timestamp: float, update_res: HostUpdateResult) -> None:

@@ -1,8 +1,7 @@
 """The agent of a slot: registers the slot, keeps one worker and one warm spare alive, sends heartbeats and log lines.
 
-Runs in the main thread of the slot's task; knows no Spark. Its helper threads only post to its queue or talk to the
-driver: one polls for commands, one sends heartbeats, one sends lines. A failure of a worker is reported, never raised,
-and no error ends such a thread: a machine may lack descriptors or memory for a moment.
+Runs in the main thread of the slot's task; knows no Spark. Helper threads poll for commands, send heartbeats and lines.
+A worker's failure is reported, never raised, and a lack of descriptors or memory ends no thread.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from threading import Thread
 from typing import Any, TypeVar
@@ -59,8 +59,7 @@ JOIN_GRACE = 1.0  # seconds for a former spare to join before the next spare is 
 LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
 THREAD_END_WAIT = 5.0  # seconds for threads whose requests were cancelled
 
-# How long a heartbeat's answer is awaited, in intervals: with another one a lease is not over, whatever the job's size.
-HEARTBEAT_PATIENCE = 1.0
+HEARTBEAT_PATIENCE = 1.0  # intervals for which a heartbeat's answer is awaited; more is a lease
 
 R = TypeVar("R")
 
@@ -82,9 +81,9 @@ class SlotAgent:
         self._gpu_claims = GpuClaims()
         # What this host keeps of the run; None: the job has no run, or keeps nothing.
         self._kept = None if self.spec.commit_key is None else KeptCommits(self.spec.commit_key)
-        self._released = ""  # why the driver has told the slot to end; "": it has not
-        self._events: queue.SimpleQueue[Callable[[], str | None]] = queue.SimpleQueue()
-        self._later: list[tuple[float, Callable[[], str | None]]] = []  # when, and what; main thread only
+        self._reason: str | None = None  # why the slot ends; None: it does not
+        self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._later: list[tuple[float, Callable[[], object]]] = []  # when, and what; main thread only
         self._lines: queue.SimpleQueue[tuple[WorkerId | None, str]] = queue.SimpleQueue()
         self._active: Child | None = None
         self._spare: Child | None = None
@@ -96,11 +95,9 @@ class SlotAgent:
         self._registered_at = self.clock.now()
         self._closing = threading.Event()
         self._lines_complete = threading.Event()
-        targets = {"logs": self._send_lines, "watch": self._watch, "heartbeat": self._send_heartbeats}
-        self._threads = {
-            name: Thread(target=call, name=f"spark-elastic-{name}", daemon=True)
-            for name, call in targets.items()
-        }
+        calls = {"logs": self._send_lines, "watch": self._watch, "heartbeat": self._send_heartbeats}
+        named = [(name, f"spark-elastic-{name}", call) for name, call in calls.items()]
+        self._threads = {key: Thread(target=call, name=name, daemon=True) for key, name, call in named}
 
     def run(self) -> str:
         """Serve until released; returns why the slot ended.
@@ -129,10 +126,9 @@ class SlotAgent:
             if answer.accepted:
                 self._promote()
             # A refused slot waits as well: a return would end the task's other attempts: R14 (duplicates).
-            while True:
-                reason = self._next_event()()
-                if reason is not None:
-                    return reason
+            while self._reason is None:
+                self._next_event()()
+            return self._reason
         finally:
             self._close()
 
@@ -157,19 +153,20 @@ class SlotAgent:
         activation = activation or Activation(WorkerId.build(self.identity.slot, self._started))
         child = self._spare if self._spare is not None else self._start_child()
         self._active, self._spare = child, None
-        # From here on its lines are the worker's, however long the driver takes to answer.
-        child.worker = activation.worker
+        child.worker = activation.worker  # from here on its lines are the worker's
         self._ask(messages.WorkerStarted(self.identity.slot, child.worker, self._find_kept()))
         child.activate(activation)
         if child.warm:
             self._call_later(JOIN_GRACE, lambda: self._handle_warm(child))
 
-    def _handle_exit(self, child: Child, code: int) -> str | None:
-        if child is self._spare:
-            self._spare = None  # no other one before the worker's next crash, or spares could crash in a loop
-        elif child is self._active:
-            assert child.worker is not None
-            try:
+    def _handle_exit(self, child: Child, code: int) -> None:
+        try:
+            if child is self._spare:
+                self._spare = (
+                    None  # no other one before the worker's next crash: spares could crash in a loop
+                )
+            elif child is self._active:
+                assert child.worker is not None
                 killed = self._oom_kills.is_oom_kill(code)
                 crashed_at = child.find_crash_location(code)
                 reason = "out of memory: killed by the kernel" if killed else describe_exit(code)
@@ -178,38 +175,31 @@ class SlotAgent:
                     end = code, reason, killed, crashed_at
                     self._ask(messages.WorkerExited(self.identity.slot, child.worker, *end))
                 self._promote(successor)
-            finally:
-                child.close()
-            return None
-        child.close()
-        return None
+        finally:
+            child.close()
 
-    def _handle_warm(self, child: Child) -> str | None:
-        """Have a spare started, now that starting it no longer slows the worker's own start down.
-
-        The first spare comes after `spare_after`, so that a short job does without: two spares that import torch cost
-        as much as a small model's whole training. A replacement comes at once.
-        """
+    def _handle_warm(self, child: Child) -> None:
+        """Have a spare started, now that this no longer slows the worker's start down: the first one after
+        `spare_after`, as a short job does without (two that import torch cost as much as a small training), a
+        replacement at once."""
         child.warm = True
         if child is self._active and self._started > 1:
-            return self._prepare_spare(child)
-        if child is self._active:
+            self._prepare_spare(child)
+        elif child is self._active:
             self._check_memory(child)
             self._call_later(self.spec.spare_after, lambda: self._prepare_spare(child))
-        return None
 
-    def _check_memory(self, child: Child) -> str | None:
+    def _check_memory(self, child: Child) -> None:
         """Check the memory, and again later until a shortage was reported: training needs more than a warm process."""
         if child is not self._active:
-            return None
+            return
         spare = self._spare.pid if self._spare is not None and self._spare.warm else None
         if shortage := self.find_shortage(child.pid, spare, fork_server_cache.pid):
             self._on_line(child, f"{SLOT_LINE_PREFIX}{shortage}")
         else:
             self._call_later(MEMORY_CHECK_EVERY, lambda: self._check_memory(child))
-        return None
 
-    def _prepare_spare(self, child: Child) -> str | None:
+    def _prepare_spare(self, child: Child) -> None:
         if child is self._active and self._spare is None:
             try:
                 self._spare = self._start_child()
@@ -217,10 +207,8 @@ class SlotAgent:
                 why = f"{type(error).__name__}: {error}"
                 self._on_line(child, f"{SLOT_LINE_PREFIX}no spare was started: {why}")
                 self._call_later(SPARE_RETRY, lambda: self._prepare_spare(child))
-        return None
 
-    def _execute(self, commands: SlotCommands) -> str | None:
-        """Stop the worker, or return the reason for which the slot ends."""
+    def _execute(self, commands: SlotCommands) -> None:
         for stop in commands.workers_to_stop:
             if self._active is not None and self._active.worker == stop.worker:
                 if stop.kill:
@@ -228,15 +216,17 @@ class SlotAgent:
                 else:
                     self._stopping = self._active
                     self._call_later(STOP_GRACE, self._active.kill)
-        self._released = commands.release or ""
-        if commands.release is not None and self._active is not None and self._stopping is self._active:
+        self._reason = commands.release
+        if self._reason is not None and self._active is not None and self._stopping is self._active:
             self._active.wait(STOP_GRACE)
-        return commands.release
 
-    def _call_later(self, seconds: float, call: Callable[[], str | None]) -> None:
+    def _end(self, reason: str) -> None:
+        self._reason = reason
+
+    def _call_later(self, seconds: float, call: Callable[[], object]) -> None:
         self._later.append((self.clock.now() + seconds, call))
 
-    def _next_event(self) -> Callable[[], str | None]:
+    def _next_event(self) -> Callable[[], object]:
         """What comes next: an event of another thread, or a call whose time has come."""
         if not self._later:
             return self._events.get()
@@ -254,7 +244,7 @@ class SlotAgent:
                 child.close()
         # R23 (kept commits): a slot that is given back in mid-job may be where the newest state is, and the next driver
         # goes on with what is left by a job that has lost its run or Spark.
-        why = self._released
+        why = self._reason or ""
         others = messages.TAKEN_OVER, messages.SPARK_STOPPED
         is_done = why.startswith(messages.JOB_OVER) and not any(other in why for other in others)
         if self._kept is not None and is_done:
@@ -269,12 +259,10 @@ class SlotAgent:
     # ---- any thread
 
     def _ask(self, request: messages.DriverRequest[R], hold: float = 0.0) -> R:
-        """Ask until the slot ends since the driver is silent."""
         return self.client.ask(request, hold, max(0.0, self._seconds_left()))
 
     def _seconds_left(self) -> float:
-        """R12 (driver silence): until the slot ends. Answers to heartbeats count, since other requests may be held or
-        tried for long."""
+        """Until the slot ends: R12 (driver silence). Heartbeats count, since other requests may be held for long."""
         last_seen = max(self._registered_at, self.client.last_answered_at())
         return last_seen + self.spec.driver_timeout - self.clock.now()
 
@@ -294,12 +282,12 @@ class SlotAgent:
                     return
                 is_final = isinstance(error, ElasticError) and not isinstance(error, DriverUnreachable)
                 if self._seconds_left() < 0.0 or is_final:
-                    self._events.put(lambda text=str(error): text)  # type: ignore[misc]
+                    self._events.put(partial(self._end, str(error)))
                     return
                 self._closing.wait(0.2)
                 continue
             seen = commands.seen
-            self._events.put(lambda commands=commands: self._execute(commands))  # type: ignore[misc]
+            self._events.put(partial(self._execute, commands))
 
     # The slot sends heartbeats for its training process: a held GIL does not silence another process, which also sees
     # when the child is stopped.
@@ -314,7 +302,7 @@ class SlotAgent:
                 patience = HEARTBEAT_PATIENCE * self._heartbeat_every
                 self._heartbeat_every = self.client.ask(heartbeat, patience=patience).heartbeat_interval
                 if child is not None:
-                    child.record_driver_seen(self.client.last_answered_at())
+                    child.reader.record_driver_seen(self.client.last_answered_at())
                 failed = ""
             except ElasticError:
                 continue  # the watch thread handles a silent driver
@@ -339,7 +327,7 @@ class SlotAgent:
     def _has_news(self, child: Child) -> bool:
         if child.state() == STOPPED:
             return True
-        return not self._reported_wait and child.read_wait(self.clock.now()) >= REPORT_WAIT
+        return not self._reported_wait and child.reader.read_wait(self.clock.now()) >= REPORT_WAIT
 
     def _create_heartbeat(self, child: Child | None) -> messages.Heartbeat:
         slot = self.identity.slot

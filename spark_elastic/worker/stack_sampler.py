@@ -1,12 +1,10 @@
 """Shows a slot what its training process does, even while that process is stopped or holds the GIL.
 
-Slot and child share two anonymous files. One holds numbers: since when the child waits for others or works, when the
-newest sample was taken, and when the driver last answered the slot; and, once the child has ended, the activation of
-the process that takes its place, if one has to (`entry.Activation`). The other holds the newest stack of the child's
-main thread. A Python thread of the child writes it twice a second. If that thread no longer gets the GIL, the slot
-sends a signal, upon which the main thread itself writes its stack (`faulthandler`). `faulthandler`'s watchdog is not
-used: it reads the stacks of other threads without the GIL, and crashed one in forty of the processes that were stopped
-for longer than its timeout and then continued.
+They share two anonymous files: one of numbers (since when the child waits or works, the newest sample, the driver's
+last answer to the slot) and the activation of its successor, one with the newest stack of its main thread. A thread of
+the child writes that twice a second; if it does not get the GIL, the slot sends a signal, upon which the main thread
+writes it (`faulthandler`). `faulthandler`'s watchdog, which reads stacks without the GIL, crashed one in forty of the
+processes that were stopped for longer than its timeout and then continued.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ STALE_AFTER = 1.0  # seconds after which a sample is stale if no other followed
 FRAMES_AT_MOST = 10  # innermost frames that a sample shows
 READ_AT_MOST = 1 << 16  # bytes
 NOT_COLLECTIVE = {"rank", "size", "fence", "abort", "close", "subgroup", "set_timeout", "watch"}  # of a group
-# Asks a child whose sample is stale for its stack. Its default is to be ignored: user code may reset all handlers.
-DUMP_SIGNAL = signal.SIGURG
+DUMP_SIGNAL = signal.SIGURG  # ignored by default: user code may reset all handlers
 
 _NUMBER = struct.Struct("d")  # native: one copy of eight bytes, never half written
 _SAMPLED = _NUMBER.size  # offset of the time of the newest sample
@@ -48,12 +45,9 @@ _NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
 
 class _GcPause:
-    """`with gc_paused:` around a few calls that do not wait. Any thread; a signal handler may enter it again inside.
-
-    Prevents a deadlock of CPython: a collection may free an object that releases the GIL, such as a tensor or a file.
-    If this thread then holds an internal lock of the interpreter, another thread may take the GIL and wait for that
-    lock, while this thread waits for the GIL.
-    """
+    """`with gc_paused:` around a few calls that do not wait. Any thread, also again inside. Prevents a deadlock of
+    CPython: a collection may free an object that releases the GIL, such as a tensor. If this thread then holds an
+    internal lock, another one may take the GIL and wait for that lock, while this one waits for the GIL."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # owns the fields below and whether the collector is enabled
@@ -74,8 +68,7 @@ class _GcPause:
         self._lock.release()
 
 
-# Module state, since the garbage collector is one per process.
-gc_paused = _GcPause()
+gc_paused = _GcPause()  # the garbage collector is one per process
 
 
 class StackSampler(WaitRecorder):
@@ -116,8 +109,7 @@ class StackSampler(WaitRecorder):
         self._set(-self._clock.now())
 
     def driver_seen_at(self) -> float:
-        """When the driver last answered the slot's heartbeats, which no long poll delays, on this machine's monotonic
-        clock; 0: never. They count as signs of life of the driver too: R12 (driver silence)."""
+        """When the driver last answered a heartbeat, which no long poll delays; 0: never. R12 (driver silence)."""
         seen_at: float = _NUMBER.unpack_from(self._number, _DRIVER_SEEN)[0]
         return seen_at
 
@@ -125,7 +117,6 @@ class StackSampler(WaitRecorder):
         return cast("Group", _WatchedGroup(group, self))
 
     def write_activation(self, line: bytes) -> None:
-        """For the process that takes this one's place."""
         self._number[_ACTIVATION : _ACTIVATION + len(line)] = line
 
     def _set(self, number: float) -> None:
@@ -133,8 +124,7 @@ class StackSampler(WaitRecorder):
 
     def _run(self) -> None:
         while True:
-            # No memory left for a moment: the slot keeps the sample that it read last
-            with suppress(Exception):
+            with suppress(Exception):  # a lack of memory: the slot keeps the last sample
                 self._sample()
             if self._closing.wait(SAMPLE_EVERY):
                 return
@@ -152,7 +142,6 @@ class StackSampler(WaitRecorder):
 
 
 def _format_stack(frame: FrameType | None) -> str:
-    """A stack in one line, innermost function first."""
     places: list[str] = []
     while frame is not None and len(places) < FRAMES_AT_MOST:
         places.append(_format_frame(frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
@@ -165,8 +154,6 @@ def _format_frame(path: str, line: str, function: str) -> str:
 
 
 class _WatchedGroup:
-    """A group whose collectives are recorded as waits."""
-
     def __init__(self, group: Group, sampler: StackSampler) -> None:
         self._group = group
         self._sampler = sampler
@@ -244,7 +231,6 @@ class StackReader:
         return _NUMBER.unpack_from(page)[0], _NUMBER.unpack_from(page, _SAMPLED)[0]
 
     def read_activation(self) -> bytes:
-        """What the child wrote before it ended; b"": nothing."""
         line, end, _ = os.pread(self.activity, mmap.PAGESIZE, _ACTIVATION).partition(b"\n")
         return line if end else b""
 
@@ -255,8 +241,7 @@ class StackReader:
                 os.pwrite(self.activity, _NUMBER.pack(at), _DRIVER_SEEN)
 
     def _wants_dump(self, sampled: float, now: float, stopped: bool) -> bool:
-        """True once for each sample that was stale at two readings in a row: at the first of them the child may just
-        have been continued and about to take a sample."""
+        """Once for each sample that was stale at two readings: at the first the child may have been continued."""
         if stopped or not 0 < sampled < now - STALE_AFTER:
             self._stale_sample = 0.0
             return False
@@ -275,8 +260,7 @@ class StackReader:
 
 
 def parse_newest_stack(text: str) -> str:
-    """The main thread's newest stack in one line; "" if there is none. text: a line with the newest sample, then the
-    stacks that `faulthandler` has written since upon signals."""
+    """The newest stack in one line, "": none. text: a line with a sample, then what `faulthandler` has written."""
     sample, _, dumps = text.partition("\n")
     for dump in reversed(dumps.split(_DUMP_HEAD)[1:]):
         lines = dump[: dump.rfind("\n") + 1].splitlines()  # the last line may be incomplete

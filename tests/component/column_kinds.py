@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.packing import Ragged
@@ -15,6 +16,17 @@ from spark_elastic.data.store import Store
 from spark_elastic.tables.existing_parquet import describe_parquet
 from tests.planned_rows import read_columns
 
+READERS = [
+    "arrow",
+    pytest.param(
+        "petastorm",
+        marks=[
+            pytest.mark.petastorm,
+            pytest.mark.filterwarnings("ignore"),
+            pytest.mark.skipif(int(pa.__version__.split(".")[0]) > 14, reason="petastorm needs pyarrow 14"),
+        ],
+    ),
+]  # with which files that somebody else wrote are read
 ROWS, CLASSES = 250, 3
 FEATURES = ("v", "a", "n", "image", "day", "tokens")
 _LISTS = [("indices", pa.list_(pa.int32())), ("values", pa.list_(pa.float64()))]

@@ -141,18 +141,6 @@ def _make_estimator() -> Any:
     return ElasticTorchEstimator(epochs=2)  # its parameters alone count
 
 
-def test_a_keras_model_is_registered_with_its_signature(tracking: str) -> None:
-    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    net.compile(optimizer="sgd", loss="mse")
-    model = ElasticKerasModel(KerasPredictor(Archive.of(net, None), COLUMNS), SUMMARY)
-    with mlflow.start_run() as run:
-        log_fit(_make_estimator(), model, registered_model_name="prices")
-    assert mlflow.get_run(run.info.run_id).data.params["epochs"] == "2"
-    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
-    loaded = mlflow.pyfunc.load_model("models:/prices/1")
-    np.testing.assert_allclose(loaded.predict(x), np.asarray(net(x)), rtol=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["names", "keys", "one key"])
 def test_a_keras_model_is_given_its_inputs_by_name_and_in_their_shapes(tracking: str, kind: str) -> None:
     image, code = keras.Input((2, 2), name="image"), keras.Input((1,), dtype="int32", name="code")
@@ -180,9 +168,7 @@ def test_a_keras_model_is_given_its_inputs_by_name_and_in_their_shapes(tracking:
     np.testing.assert_allclose(loaded.predict(given), np.asarray(net(given)), rtol=1e-5)
 
 
-def test_the_logger_s_run_may_be_of_another_experiment_than_the_user_s(
-    tracking: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loggers_run_may_be_of_another_experiment(tracking: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "0")  # which set_experiment changes
     monkeypatch.setattr(fluent, "_active_experiment_id", None)
     net, logger = torch.nn.Linear(4, 2), MLflowLogger(tracking, "digits")
@@ -201,7 +187,5 @@ def test_a_transformation_needs_a_signature_from_the_user() -> None:
     module = torch.nn.Linear(3, 1)
     packed = pack(ModuleWithTransformation(module, dict), module)
     model = ElasticTorchModel(TorchPredictor(packed, (Column("x", "object"),)), SUMMARY)
-    with pytest.raises(
-        InvalidInput, match=r"transformation_fn, .* pass signature=mlflow.models.infer_signature"
-    ):
+    with pytest.raises(InvalidInput, match=r"transformation_fn, .* pass signature=mlflow.models.infer"):
         make_signature(model)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ ROWS = int(os.environ.get("KILLED_ROWS", "50"))
 BATCH = -(-ROWS // 8)
 STEPS = EPOCHS * -(-ROWS // BATCH)
 LONGEST = 12  # tokens of a row; each has its number in the table, from 1 on
+# Of a Trainer of Hugging Face's.
+ARGUMENTS: dict[str, Any] = {"num_train_epochs": EPOCHS, "max_grad_norm": 0.0, "seed": SEED}
+ARGUMENTS |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 
 
 class Net(torch.nn.Module):
@@ -134,9 +137,8 @@ def make_optimizer(net: Any) -> torch.optim.Optimizer:
 
 
 def read_weights(net: Any) -> dict[str, list[float]]:
-    whole = {
-        name: getattr(p, "full_tensor", lambda p=p: p)().detach().cpu() for name, p in net.named_parameters()
-    }
+    parameters = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in net.named_parameters()}
+    whole = {name: p.detach().cpu() for name, p in parameters.items()}
     ledger = whole.pop("ledger")
     return {"weights": torch.cat([p.reshape(-1) for p in whole.values()]).tolist(), "ledger": ledger.tolist()}
 
@@ -190,26 +192,34 @@ def train_plain_tokens(folder: str) -> dict[str, list[float]]:
     return read_weights(net)
 
 
+def take_steps(folder: str, state: Any, loader: Any, optimizer: Any, backward: Callable[[Any], Any]) -> None:
+    """All epochs, step by step, each of which is committed. backward: from a batch on the device."""
+    device = find_device()
+    while loader.epoch < EPOCHS:
+        for batch in loader:
+            optimizer.zero_grad()
+            backward({name: part.to(device) for name, part in batch.items()})
+            optimizer.step()
+            state.step += 1
+            state.commit()
+            after_step(folder, state.step, state)
+
+
+def make_backward(model: Any, loader: Any) -> Callable[[Any], Any]:
+    return lambda batch: (model(**batch, rows=loader.global_rows) * loader.loss_weight).backward()
+
+
 def train_by_optimizer(folder: str) -> dict[str, list[float]]:
     """`elastic.run` around Horovod's optimizer."""
     import spark_elastic.torch as hvd
 
-    device = find_device()
-    net = Net().to(device)
+    net = Net().to(find_device())
     optimizer = hvd.DistributedOptimizer(make_optimizer(net), named_parameters=net.named_parameters())
     loader = hvd.elastic.ElasticDataLoader(open_rows(folder), BATCH, SEED)
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
-        while loader.epoch < EPOCHS:
-            for batch in loader:
-                optimizer.zero_grad()
-                batch = {name: part.to(device) for name, part in batch.items()}
-                (net(**batch, rows=loader.global_rows) * loader.loss_weight).backward()
-                optimizer.step()
-                state.step += 1
-                state.commit()
-                after_step(folder, state.step, state)
+        take_steps(folder, state, loader, optimizer, make_backward(net, loader))
 
     loop(hvd.elastic.TorchState(net, optimizer, loader=loader, step=0))
     return read_weights(net)
@@ -235,33 +245,22 @@ def train_tokens(folder: str) -> dict[str, list[float]]:
 
     loop(hvd.elastic.TorchState(net, optimizer, ragged=ragged, packed=packed, step=0))
     result = read_weights(net)
-    return {
-        **result,
-        "ledger": [min(result["ledger"]), max(result["ledger"])],
-    }  # a job returns no more than 5 MiB
+    ledger = result["ledger"]
+    return {**result, "ledger": [min(ledger), max(ledger)]}  # a job returns no more than 5 MiB
 
 
 def train_loop(folder: str) -> dict[str, list[float]]:
     """`elastic.run` around DDP."""
     import spark_elastic.torch as hvd
 
-    device = find_device()
-    net = Net().to(device)
+    net = Net().to(find_device())
     optimizer, loader = make_optimizer(net), hvd.elastic.ElasticDataLoader(open_rows(folder), BATCH, SEED)
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
         torch.distributed.init_process_group()
         ddp = torch.nn.parallel.DistributedDataParallel(net)
-        while loader.epoch < EPOCHS:
-            for batch in loader:
-                optimizer.zero_grad()
-                batch = {name: part.to(device) for name, part in batch.items()}
-                (ddp(**batch, rows=loader.global_rows) * loader.loss_weight).backward()
-                optimizer.step()
-                state.step += 1
-                state.commit()
-                after_step(folder, state.step, state)
+        take_steps(folder, state, loader, optimizer, make_backward(ddp, loader))
 
     loop(hvd.elastic.TorchState(net, optimizer, loader=loader, step=0))
     return read_weights(net)
@@ -286,15 +285,7 @@ def train_by_fsdp(folder: str) -> dict[str, list[float]]:
 
     @hvd.elastic.run
     def loop(state: Any) -> dict[str, list[float]]:
-        while loader.epoch < EPOCHS:
-            for batch in loader:
-                state.optimizer.zero_grad()
-                batch = {name: part.to(device) for name, part in batch.items()}
-                (state.net(**batch, rows=loader.global_rows) * loader.loss_weight).backward()
-                state.optimizer.step()
-                state.step += 1
-                state.commit()
-                after_step(folder, state.step, state)
+        take_steps(folder, state, loader, state.optimizer, make_backward(state.net, loader))
         return read_weights(state.net)
 
     return loop(FSDPState(build, loader=loader, step=0))
@@ -311,25 +302,19 @@ def train_by_accelerate(folder: str) -> dict[str, list[float]]:
     def loop(state: Any) -> None:
         accelerator = create_accelerator(cpu=find_device() == "cpu")
         prepared, stepper = accelerator.prepare(net, optimizer)
-        while loader.epoch < EPOCHS:
-            for batch in loader:
-                stepper.zero_grad()
-                batch = {name: part.to(accelerator.device) for name, part in batch.items()}
-                accelerator.backward(prepared(**batch, rows=loader.global_rows) * loader.loss_weight)
-                stepper.step()
-                state.step += 1
-                state.commit()
-                after_step(folder, state.step, state)
+
+        def backward(batch: Any) -> None:
+            accelerator.backward(prepared(**batch, rows=loader.global_rows) * loader.loss_weight)
+
+        take_steps(folder, state, loader, stepper, backward)
 
     loop(hvd.elastic.TorchState(net, optimizer, loader=loader, step=0))
     return read_weights(net)
 
 
 def train_by_trainer(folder: str, fsdp: bool = False) -> dict[str, list[float]]:
-    """Hugging Face's, in a class of the user's, and beside a frozen base that each process makes otherwise.
-
-    fsdp: no worker has the whole of the model.
-    """
+    """Hugging Face's, in a class of the user's, and beside a frozen base that each process makes otherwise. fsdp: no
+    worker has the whole of the model."""
     import transformers
 
     from spark_elastic.integrations.huggingface import elastic_trainer
@@ -358,18 +343,9 @@ def train_by_trainer(folder: str, fsdp: bool = False) -> dict[str, list[float]]:
         def _prepare_inputs(self, inputs: Any) -> Any:
             return {name: part.to(self.args.device) for name, part in inputs.items()}
 
-    args = transformers.TrainingArguments(
-        folder,
-        num_train_epochs=EPOCHS,
-        max_grad_norm=0.0,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=find_device() == "cpu",
-        disable_tqdm=True,
-        seed=SEED,
-        fsdp=fsdp,
-        fsdp_config={"transformer_layer_cls_to_wrap": ["Linear"]} if fsdp else None,
-    )
+    wrapped = {"transformer_layer_cls_to_wrap": ["Linear"]} if fsdp else None
+    options = {**ARGUMENTS, "use_cpu": find_device() == "cpu", "fsdp": fsdp, "fsdp_config": wrapped}
+    args = transformers.TrainingArguments(folder, **options)
     net = TrainerNet().to(args.device)
     trainer = elastic_trainer(Own)(net, args, global_batch_size=BATCH)
     hold_after_commits(trainer._adapter, folder)
@@ -414,18 +390,10 @@ def train_by_lightning(folder: str, fsdp: bool = False) -> dict[str, list[float]
 
     strategy = ElasticModelParallelStrategy() if fsdp else ElasticStrategy()
     hold_after_commits(strategy._adapter, folder)
-    module = LightningNet()
-    trainer = pl.Trainer(
-        accelerator="gpu" if find_device() == "cuda" else "cpu",
-        strategy=strategy,
-        max_epochs=EPOCHS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    trainer.fit(module, loader)
+    module, accelerator = LightningNet(), "gpu" if find_device() == "cuda" else "cpu"
+    options: dict[str, Any] = {"max_epochs": EPOCHS, "default_root_dir": folder, "logger": False}
+    options |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    pl.Trainer(accelerator=accelerator, strategy=strategy, **options).fit(module, loader)
     return read_weights(module.net)
 
 
@@ -434,11 +402,5 @@ def train_by_lightning_and_fsdp(folder: str) -> dict[str, list[float]]:
 
 
 FSDP_PROGRAMS = [train_by_fsdp, train_by_trainer_and_fsdp, train_by_lightning_and_fsdp]
-PROGRAMS = [
-    train_by_optimizer,
-    train_tokens,
-    train_loop,
-    train_by_lightning,
-    train_by_trainer,
-    train_by_accelerate,
-]
+PROGRAMS = [train_by_optimizer, train_tokens, train_loop]
+PROGRAMS += [train_by_lightning, train_by_trainer, train_by_accelerate]

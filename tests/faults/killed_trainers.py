@@ -12,27 +12,17 @@ from typing import Any
 import torch
 
 from tests.faults.killed_programs import (
+    ARGUMENTS,
     BATCH,
-    EPOCHS,
     ROWS,
-    SEED,
     count_tokens,
     hold_after_commits,
     open_documents,
     read_weights,
 )
 
-ARGUMENTS: dict[str, Any] = {
-    "num_train_epochs": EPOCHS,
-    "max_grad_norm": 0.0,
-    "lr_scheduler_type": "constant",
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "ddp_find_unused_parameters": False,  # the forward pass knows no ledger
-    "use_cpu": True,
-    "seed": SEED,
-}
+# The forward pass knows no ledger.
+OPTIONS = {**ARGUMENTS, "lr_scheduler_type": "constant", "use_cpu": True, "ddp_find_unused_parameters": False}
 WORDS = [f"w{number}" for number in range(16)]
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 
@@ -53,7 +43,7 @@ def train_by_sft(folder: str) -> dict[str, list[float]]:
     options = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
     trainer = Counted(
         make_gpt(int(count_tokens(ROWS)[-1]) + 1),
-        SFTConfig(folder, **ARGUMENTS, **options),
+        SFTConfig(folder, **OPTIONS, **options),
         train_dataset=packed,
         data_collator=transformers.default_data_collator,
         processing_class=make_tokenizer(),
@@ -84,7 +74,7 @@ def train_by_dpo(folder: str) -> dict[str, list[float]]:
     columns = {"prompt": write_sentences(1), "chosen": write_sentences(2), "rejected": write_sentences(3)}
     trainer = Counted(
         make_gpt(len(SPECIAL) + ROWS + len(WORDS)),
-        args=DPOConfig(folder, bf16=False, **ARGUMENTS),
+        args=DPOConfig(folder, bf16=False, **OPTIONS),
         train_dataset=Dataset.from_dict(columns),
         processing_class=make_tokenizer(),
         peft_config=make_lora(),
@@ -109,7 +99,7 @@ def train_embeddings(folder: str) -> dict[str, list[float]]:
     model = make_bert(folder)
     trainer = Counted(
         model,
-        SentenceTransformerTrainingArguments(folder, batch_sampler="no_duplicates", **ARGUMENTS),
+        SentenceTransformerTrainingArguments(folder, batch_sampler="no_duplicates", **OPTIONS),
         train_dataset=Dataset.from_dict(columns),
         loss=losses.MultipleNegativesRankingLoss(model),
         gather_rows=("sentence_embedding",),
@@ -157,9 +147,8 @@ def make_tokenizer() -> Any:
     words = [*SPECIAL, *(f"r{row}" for row in range(ROWS)), *WORDS]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    named = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "unk")}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
 def make_gpt(tokens: int) -> Any:
@@ -176,9 +165,8 @@ def make_gpt(tokens: int) -> Any:
 def make_lora() -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(
-        r=4, lora_alpha=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"
-    )
+    where = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    return LoraConfig(r=4, lora_alpha=8, **where)
 
 
 def make_bert(folder: str) -> Any:

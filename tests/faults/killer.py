@@ -17,22 +17,17 @@ import torch
 from spark_elastic.clock import SystemClock
 from tests.faults.killed_programs import EPOCHS, KILLS, STEPS
 from tests.patience import until
+from tests.spark.cluster import find_executor
 
 
 class Killer:
-    """`with Killer(...):` kills one worker in each of the first worlds, once enough of them hold the newest state.
-
-    On Spark every eighth kill takes the worker's executor with it.
-    """
+    """`with Killer(...):` kills one worker in each of the first worlds, once enough of them hold the newest state. On
+    Spark every eighth kill takes the worker's executor with it."""
 
     def __init__(self, folder: Path, lines: io.StringIO, holders: int, after_a_step: bool = False) -> None:
-        """
-        Args:
-            folder: where the programs of `killed_programs` write their steps, and look for the number of kills.
-            lines: what the job prints.
-            holders: workers that must hold the newest state, the one that is killed among them.
-            after_a_step: wait for a step since the last kill, so that the others have divided a state anew.
-        """
+        """folder: where the programs write their steps, and look for the number of kills. lines: what the job prints.
+        holders: workers that must hold the newest state, the victim among them. after_a_step: wait for a step since the
+        last kill, so that the others have divided a state anew."""
         # Where the table of the programs is, too.
         self.folder, self._lines, self._holders = folder, lines, holders
         self._after_a_step = after_a_step
@@ -87,18 +82,18 @@ class Killer:
         """Live workers that hold the newest state, if that is of this step or a later one."""
         noted = self._read_newest()
         newest = max(noted.values(), default=0)
-        return [pid for pid, at in noted.items() if newest >= step and at >= newest - 1 and _is_alive(pid)]
+        return [pid for pid, at in noted.items() if newest >= step and at >= newest - 1 and is_alive(pid)]
 
 
 def _find_executor(pid: int) -> int | None:
     """The executor that a worker lives in; None on plain processes."""
-    for process in psutil.Process(pid).parents():
-        if "CoarseGrainedExecutorBackend" in " ".join(process.cmdline()):
-            return process.pid
-    return None
+    try:
+        return find_executor(psutil.Process(pid)).pid
+    except StopIteration:
+        return None
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

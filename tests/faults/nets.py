@@ -19,10 +19,8 @@ WIDTH, CLASSES = 36, 3
 
 
 class RecordingNet(torch.nn.Module):
-    """Calls a net; writes which row ids it saw in which step, and which phase the process is in.
-
-    While `folder`/slow exists every step takes its time, so that kills can meet every phase.
-    """
+    """Calls a net; writes which row ids it saw in which step, and which phase the process is in. While `folder`/slow
+    exists every step takes its time, so that kills can meet every phase."""
 
     def __init__(self, net: torch.nn.Module, folder: str) -> None:
         super().__init__()

@@ -34,6 +34,7 @@ import nets  # noqa: E402
 import numpy as np  # noqa: E402
 import phases  # noqa: E402
 import psutil  # noqa: E402
+import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 import torch  # noqa: E402
 
@@ -43,8 +44,14 @@ from spark_elastic.data.plan import DataPlan  # noqa: E402
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.torch import draw_rows  # noqa: E402
+from tests.faults.killer import is_alive  # noqa: E402
 from tests.planned_rows import list_row_ids  # noqa: E402
-from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session  # noqa: E402
+from tests.spark.cluster import (  # noqa: E402
+    StandaloneCluster,
+    cluster_environment,
+    find_executor,
+    start_session,
+)
 from tests.specification import check_journal  # noqa: E402
 
 ROWS, BATCH, WORKERS, SEED = 720, 8, 3, 11
@@ -63,11 +70,7 @@ class Commands(logging.Handler):
         self.worlds: list[float] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        command = (
-            type(record.args).__name__
-            if not isinstance(record.args, tuple)
-            else type(record.args[0]).__name__
-        )
+        command = type(record.args[0] if isinstance(record.args, tuple) else record.args).__name__
         if command == "AbortWorld":
             self.aborts.append(record.created)
         elif command == "PublishWorld":
@@ -136,11 +139,8 @@ class Killer(threading.Thread):
             if phase is None or self._await_phase(victim, phase):
                 moment = time.time()
                 os.kill(target.pid, signal.SIGKILL)
-                return (
-                    victim,
-                    process,
-                    {"kind": kind, "world": len(members) + (spare is not None), "wall": moment},
-                )
+                world = len(members) + (spare is not None)
+                return victim, process, {"kind": kind, "world": world, "wall": moment}
         return None
 
     def _await_phase(self, victim: phases.ProcessPhase, phase: str) -> bool:
@@ -163,13 +163,8 @@ class Killer(threading.Thread):
         psutil.wait_procs([process], timeout=10)
         left = phases.read_phase(f"{self._folder}/phases", victim.pid) or victim
         phase = "rendezvous" if self._is_in_rendezvous(kill["wall"]) else left.phase
-        kill |= {
-            "number": len(self.kills),
-            "phase": phase,
-            "rank": left.rank,
-            "epoch": left.epoch,
-            "step": left.step,
-        }
+        where = {"phase": phase, "rank": left.rank, "epoch": left.epoch, "step": left.step}
+        kill |= {"number": len(self.kills), **where}
         self.kills.append(kill)
         say(kill)
 
@@ -210,41 +205,17 @@ def say(value: object) -> None:
     sys.stdout.flush()
 
 
-def find_executor(process: psutil.Process) -> psutil.Process:
-    return next(p for p in process.parents() if "CoarseGrainedExecutorBackend" in " ".join(p.cmdline()))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def fit(spark: Any, case: nets.Case, folder: str, run: str, epochs: int) -> tuple[torch.nn.Module, Any]:
     torch.manual_seed(1)
     model = nets.RecordingNet(case.net(), f"{folder}/{run}").double()
     for name in ("records", "phases"):
         Path(folder, run, name).mkdir(parents=True)
-    estimator = ElasticTorchEstimator(
-        model=model,
-        optimizer=case.optimizer(),
-        loss=case.loss(),
-        feature_cols=["id", "x"],
-        label_cols="y",
-        sample_weight_col=case.weight,
-        batch_size=BATCH,
-        epochs=epochs,
-        num_workers=WORKERS,
-        store=f"{folder}/store",
-        run_id=run,
-        seed=SEED,
-        keep_data=True,
-        journal=f"{folder}/{run}/journal",
-        gradient_clip_norm=case.clip,
-        ledger=True,
-        verbose=0,
-    )
+    objects = {"model": model, "optimizer": case.optimizer(), "loss": case.loss()}
+    columns = {"feature_cols": ["id", "x"], "label_cols": "y", "sample_weight_col": case.weight}
+    sizes = {"batch_size": BATCH, "epochs": epochs, "num_workers": WORKERS, "gradient_clip_norm": case.clip}
+    records = {"store": f"{folder}/store", "run_id": run, "journal": f"{folder}/{run}/journal"}
+    options = {"ledger": True, "seed": SEED, "keep_data": True, "verbose": 0}
+    estimator = ElasticTorchEstimator(**objects, **columns, **sizes, **records, **options)
     fitted = estimator.fit(spark.read.parquet(f"{folder}/table"))
     return fitted.getModel(), fitted.summary
 
@@ -254,25 +225,12 @@ def train_plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Te
     store = Store.open(f"{folder}/store")
     name = next(Path(folder, "store").rglob("manifest.json")).relative_to(Path(folder, "store"))
     manifest = Manifest.load(store, str(name))
-    table = [
-        pq.ParquetFile(store.path(f)).read(columns=["x", "y", "w"] if case.weight else ["x", "y"])
-        for f in manifest.files
-    ]
-    x = torch.tensor(np.concatenate([np.stack(t["x"].to_numpy()) for t in table]))
-    y = torch.tensor(np.concatenate([t["y"].to_numpy() for t in table]))
-    w = (
-        torch.tensor(np.concatenate([t["w"].to_numpy() for t in table]))
-        if case.weight
-        else torch.ones(len(y))
-    )
-    plan = DataPlan.for_run(
-        manifest.group_rows,
-        BATCH * WORKERS,
-        SEED,
-        WORKERS,
-        manifest.max_decoded_group_bytes(),
-        DEFAULT_CACHE_BYTES,
-    )
+    files = [pq.ParquetFile(store.path(name)).read() for name in manifest.files]
+    table = {name: pa.concat_tables(files)[name].to_numpy() for name in files[0].column_names}
+    x, y = torch.tensor(np.stack(table["x"])), torch.tensor(table["y"])
+    w = torch.tensor(table["w"]) if case.weight else torch.ones(len(y))
+    most = manifest.max_decoded_group_bytes()
+    plan = DataPlan.for_run(manifest.group_rows, BATCH * WORKERS, SEED, WORKERS, most, DEFAULT_CACHE_BYTES)
     torch.manual_seed(1)
     model = nets.RecordingNet(case.net(), folder).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr, momentum=0.9)
@@ -300,9 +258,8 @@ def make_table(spark: Any, folder: str) -> None:
     x = rng.normal(size=(ROWS, nets.WIDTH))
     y = (x[:, : nets.CLASSES] + rng.normal(size=(ROWS, nets.CLASSES))).argmax(1)
     rows = [(i, x[i].tolist(), int(y[i]), float(rng.uniform(0.5, 2))) for i in range(ROWS)]
-    spark.createDataFrame(rows, "id long, x array<double>, y long, w double").repartition(
-        WORKERS
-    ).write.parquet(f"{folder}/table")
+    made = spark.createDataFrame(rows, "id long, x array<double>, y long, w double")
+    made.repartition(WORKERS).write.parquet(f"{folder}/table")
     ids = [row.id for row in spark.read.parquet(f"{folder}/table").select("id").collect()]
     Path(folder, "ids.txt").write_text("\n".join(map(str, ids)))
 
@@ -353,18 +310,14 @@ def soak(spark: Any, case: nets.Case, folder: str, options: argparse.Namespace) 
         "judge is sharp": is_missing_record_noticed(folder, "stormy"),
         "states": sorted(check_journal(Path(folder, "stormy", "journal"))),
     }
-    held = (
-        verdict["rows exact"]
-        and verdict["judge is sharp"]
-        and max(verdict["to undisturbed"], verdict["to plain loop"]) < TOLERANCE
-    )
-    return verdict | {"held": held and verdict["kills"] >= options.kills}
+    exact = max(verdict["to undisturbed"], verdict["to plain loop"]) < TOLERANCE
+    judged = verdict["rows exact"] and verdict["judge is sharp"]
+    return verdict | {"held": exact and judged and verdict["kills"] >= options.kills}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--case", choices=nets.CASES, default="mlp")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--each", type=int, default=0, help="how often each phase is to be met")

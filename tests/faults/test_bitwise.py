@@ -5,9 +5,7 @@ pytest -m faults tests/faults/test_bitwise.py -k "lstm and seed7"
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -23,6 +21,7 @@ import pytest
 from tests.component.torch import bitwise, hand_written
 from tests.component.torch.bitwise import NETS, SHARES, STEPS, train
 from tests.component.torch.hand_written import Run
+from tests.faults.fault_plans import stop_process
 
 pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.timeout(300)]
 
@@ -69,9 +68,8 @@ def test_the_weights_are_those_of_one_undisturbed_worker(name: str, seed: int, t
     plan = [(step, rng.choice(KINDS)) for step in sorted(rng.sample(range(2, STEPS - 2), rng.randint(1, 3)))]
     struck = [tmp_path / str(step) for step, _ in plan]
     holds: dict[int, int | str] = {step: str(file) for (step, _), file in zip(plan, struck, strict=True)}
-    run = Run(
-        train, arguments(name, holds), room=workers, num_workers=workers, max_workers=min(SHARES, workers + 1)
-    )
+    sizes = {"room": workers, "num_workers": workers, "max_workers": min(SHARES, workers + 1)}
+    run = Run(train, arguments(name, holds), **sizes)
     continuing: list[threading.Timer] = []
     for (step, kind), file in zip(plan, struck, strict=True):
         run.at(step, lambda kind=kind, file=file: inject_fault(run, kind, rng, file.touch, continuing))
@@ -110,12 +108,5 @@ def _inject_at_once(run: Run, kind: str, rng: random.Random, continuing: list[th
         if kind == "kill a worker":
             worker.kill()
             return
-        worker.suspend()
         seconds = 7.0 if kind == "stop a worker" else 0.7  # longer than the lease, or shorter
-        continuing.append(threading.Timer(seconds, _continue, [worker.pid]))
-        continuing[-1].start()
-
-
-def _continue(pid: int) -> Any:
-    with suppress(ProcessLookupError):  # its slot has killed it
-        os.kill(pid, signal.SIGCONT)
+        continuing.append(stop_process(worker, seconds))

@@ -16,16 +16,8 @@ from tests.sources import ROOT
 pytestmark = [pytest.mark.faults, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-OF_THE_C_LIBRARY = {
-    "linux-vdso",
-    "ld-linux-x86-64",
-    "ld-linux-aarch64",
-    "libc",
-    "libm",
-    "libpthread",
-    "libdl",
-    "librt",
-}
+OF_THE_C_LIBRARY = {"linux-vdso", "ld-linux-x86-64", "ld-linux-aarch64"}
+OF_THE_C_LIBRARY |= {"libc", "libm", "libpthread", "libdl", "librt"}
 
 
 def output_of(*command: str | Path, folder: str | Path = "/") -> str:

@@ -1,5 +1,6 @@
 """R23 on a standalone cluster of four hosts: drivers are killed again and again, Python, JVM or both, and a run ends as
-if nothing had happened. Each driver continues at the step at which the one before was killed."""
+if nothing had happened. Each driver continues at the step at which the one before was killed; without commits that
+hosts keep, at the newest checkpoint (P7)."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ import torch
 
 import spark_elastic
 from spark_elastic.data.store import Store
+from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.kept_commits import KeptCommits
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.torch import progress
@@ -39,13 +41,16 @@ pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.native, pytest.
 
 HOSTS, WORKERS = 4, 3
 RUN = "lost"
+# What outlives a driver: nothing but what hosts keep, or nothing but checkpoints.
+DURABLE: dict[str, dict[str, Any]] = {
+    "kept": {"checkpoint_seconds": 3600.0},
+    "checkpoints": {"checkpoint_steps": 4, "keep_commits": False},
+}
 BREAK = 5.0  # seconds; all workers take a step in less
 PATIENCE = 180.0  # seconds, in which a driver comes to each of its phases, or ends
 # Seconds from a new session to its first step; a run that begins has them, too, on the machine of this test.
 FIRST_STEP_WITHIN = 15.0
-PROGRAM = (
-    "import sys; from tests.faults import test_lost_driver as here; getattr(here, sys.argv[1])(*sys.argv[2:])"
-)
+PROGRAM = "import sys; from tests.faults import test_lost_driver as t; getattr(t, sys.argv[1])(*sys.argv[2:])"
 # When drivers are killed, in turns: at a step, or once they have a session, check hosts, look at rows, start slots.
 PHASES = ("steps", "steps", "session", "steps", "hosts", "steps", "rows", "slots")
 VICTIMS = ("both", "jvm", "python")
@@ -80,25 +85,15 @@ def _start(url: str, folder: str) -> Any:
     return spark
 
 
-def run_fit(url: str, folder: str, kills: str) -> None:
+def run_fit(url: str, folder: str, kills: str, durable: str) -> None:
     """A driver's whole life; says what the trained model is."""
     for module in (estimators, sys.modules[PacedNet.__module__]):
         cloudpickle.register_pickle_by_value(module)
     spark, net, epochs = _start(url, folder), PacedNet(), count_epochs(int(kills))
-    fit = estimators.estimator(
-        Path(folder),
-        model=net,
-        optimizer=torch.optim.Adam(net.parameters(), lr=0.01),
-        epochs=epochs,
-        num_workers=WORKERS,
-        min_workers=1,
-        batch_size=4,
-        validation=0.25,
-        determinism="bitwise",
-        checkpoint_seconds=3600.0,  # nothing but what hosts keep
-        ledger=True,
-        run_id=RUN,
-    )
+    adam = torch.optim.Adam(net.parameters(), lr=0.01)
+    sizes = {"epochs": epochs, "num_workers": WORKERS, "min_workers": 1, "batch_size": 4, "validation": 0.25}
+    kept = {"determinism": "bitwise", "ledger": True, "run_id": RUN, **DURABLE[durable]}
+    fit = estimators.estimator(Path(folder), model=net, optimizer=adam, **sizes, **kept)
     model = fit.fit(estimators.table(spark))
     assert len(model.history) == epochs
     Path(folder, "result").write_text(model.summary.digest)
@@ -125,22 +120,14 @@ def train_on_record(folder: str, steps: int) -> dict[str, Any]:
         return hand_written.train(steps, {})
 
 
-def run_loop(url: str, folder: str, kills: str) -> None:
+def run_loop(url: str, folder: str, kills: str, durable: str) -> None:
     steps = count_steps(int(kills))
     for module in (hand_written, sys.modules[PacedNet.__module__]):
         cloudpickle.register_pickle_by_value(module)
     spark = _start(url, folder)
-    results = spark_elastic.run(
-        train_on_record,
-        (folder, steps),
-        num_workers=WORKERS,
-        min_workers=1,
-        spark=spark,
-        run_id=RUN,
-        store=folder,
-        checkpoint_seconds=3600.0,
-        gather_timeout=60.0,
-    )
+    sizes: dict[str, Any] = {"num_workers": WORKERS, "min_workers": 1, "gather_timeout": 60.0}
+    place: dict[str, Any] = {"spark": spark, "run_id": RUN, "store": folder, **DURABLE[durable]}
+    results = spark_elastic.run(train_on_record, (folder, steps), **sizes, **place)
     assert_exact(results, steps)
     Path(folder, "result").write_text("exact")
     spark.stop()
@@ -149,17 +136,14 @@ def run_loop(url: str, folder: str, kills: str) -> None:
 class Driver:
     """A driver's processes."""
 
-    def __init__(self, cluster: StandaloneCluster, folder: Path, program: str, kills: int) -> None:
+    def __init__(
+        self, cluster: StandaloneCluster, folder: Path, program: str, kills: int, durable: str = "kept"
+    ) -> None:
         self._said = folder / "said"
+        command = [sys.executable, "-c", PROGRAM, program, cluster.url, str(folder), str(kills), durable]
+        variables = cluster_environment(cluster.scratch) | {"SPARK_ELASTIC_DRIVER_TIMEOUT": "10"}
         with self._said.open("ab") as said:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, program, cluster.url, str(folder), str(kills)],
-                env=os.environ
-                | cluster_environment(cluster.scratch)
-                | {"SPARK_ELASTIC_DRIVER_TIMEOUT": "10"},
-                cwd=ROOT,
-                stderr=said,
-            )
+            self.process = subprocess.Popen(command, env=os.environ | variables, cwd=ROOT, stderr=said)
 
     def send(self, number: int, victim: str = "both") -> bool:
         """A signal to Python, to its JVM, or to both."""
@@ -318,6 +302,30 @@ def test_r23_no_step_is_lost_with_its_driver(
     first, *later = sight.first_steps()
     assert len(later) >= kills // 2
     assert sorted(later)[len(later) // 2] < max(FIRST_STEP_WITHIN, 1.5 * first), (first, later)
+
+
+@pytest.mark.scenario("G18")
+@pytest.mark.parametrize("program", ["run_fit", "run_loop"])
+def test_p7_a_run_resumes_at_its_newest_checkpoint_after_its_spark_driver_was_killed(
+    tmp_path: Path, fault: Fault, start: Callable[..., Driver], program: str
+) -> None:
+    folder = tmp_path / "disturbed"
+    folder.mkdir()
+    sight, checkpoints = Sight(folder), CheckpointStore(Store.open(str(folder)), RUN)
+    with start_cluster(tmp_path, cores=1) as cluster:
+        first = start(cluster, folder, program, 1, "checkpoints")
+        first.await_sight(lambda: len(checkpoints.read_published()) > 1)
+        assert fault(first.send, signal.SIGKILL)
+        assert first.wait() != 0
+        newest = checkpoints.read_published()[0].position
+        second = start(cluster, folder, program, 1, "checkpoints")
+        assert second.wait() == 0, second.read_output()
+        if program == "run_fit":
+            undisturbed = train_undisturbed(start, cluster, tmp_path / "undisturbed", 1)
+            assert (folder / "result").read_text() == undisturbed, "other bits"
+    sight.read_steps()
+    resumed = (newest.epoch, newest.step) if program == "run_fit" else newest.step + 1
+    assert min(sight.taken[2]) == resumed
 
 
 def test_r23_a_driver_that_was_cut_off_goes_on_and_changes_nothing_once_another_one_holds_its_run(

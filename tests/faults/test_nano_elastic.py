@@ -27,17 +27,13 @@ PROGRAM = ROOT / "examples" / "nano_elastic.py"
 PLANS, WORKERS, PAUSE = 100, 3, 0.05
 LONG_PAUSE = 0.3  # of a step in which newcomers come on a busy machine, too: a plan is played to its end
 # Each kind once, also of rank 0 and of both its neighbours.
-EACH_KIND = [
-    PlannedFault(number // 3, 2 + 4 * (number % 3), kind, number) for number, kind in enumerate(Kind)
-]
+EACH_KIND = [PlannedFault(n // 3, 2 + 4 * (n % 3), kind, n) for n, kind in enumerate(Kind)]
 
 
 @dataclass
 class FaultPlayer:
-    """Reads what the program prints, and plays a plan on its processes.
-
-    As in test_process_plans.py, a fault is put off until a full world has taken a step since the last one.
-    """
+    """Reads what the program prints, and plays a plan on its processes. As in test_process_plans.py, a fault is put off
+    until a full world has taken a step since the last one."""
 
     plan: list[PlannedFault]
     steps_per_epoch: int
@@ -101,9 +97,8 @@ def load_program() -> ModuleType:
     spec = importlib.util.spec_from_file_location("nano_elastic", PROGRAM)
     assert spec is not None
     assert spec.loader is not None
-    sys.modules["nano_elastic"] = module = importlib.util.module_from_spec(
-        spec
-    )  # its data classes look there
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["nano_elastic"] = module  # its data classes look there
     spec.loader.exec_module(module)
     return module
 

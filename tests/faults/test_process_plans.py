@@ -5,8 +5,6 @@ pytest tests/faults/test_process_plans.py -k "seed17 and not seed170"
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,7 +34,7 @@ from tests.component.torch.job import (
     train_plain,
 )
 from tests.component.torch.nets import mlp, sgd
-from tests.faults.fault_plans import Kind, PlannedFault, draw_plan
+from tests.faults.fault_plans import Kind, PlannedFault, draw_plan, stop_process
 
 PLANS, IN_EVERY_BUILD = 100, 1
 LEASE = 1.0  # seconds
@@ -44,11 +42,8 @@ LEASE = 1.0  # seconds
 
 @dataclass
 class FaultPlayer:
-    """Plays a plan on a job; also its discovery, through which hosts are asked to drain.
-
-    A fault that would leave nobody who holds the state is put off until a replacement does: with it, the job would
-    rightly begin anew.
-    """
+    """Plays a plan on a job; also its discovery, through which hosts are asked to drain. A fault that would leave
+    nobody who holds the state is put off until a replacement does: with it, the job would rightly begin anew."""
 
     plan: list[PlannedFault]
     worlds: list[int] = field(default_factory=list)
@@ -105,7 +100,8 @@ class FaultPlayer:
         for job in victims:
             match kind:
                 case Kind.CHILD | Kind.TWO:
-                    self._signal(job, signal.SIGKILL)
+                    for child in self._find_trainer(job):
+                        child.kill()
                 case Kind.SLOT | Kind.ALL_BUT_ONE:
                     self.cluster.kill(job)
                 case Kind.STOP:
@@ -119,27 +115,14 @@ class FaultPlayer:
             self._members -= set(victims)
             self._before = len(self.worlds)
 
-    def _signal(self, job: int, sig: int) -> list[int]:
-        """To the training process of a slot; its spare is the younger one."""
+    def _find_trainer(self, job: int) -> list[psutil.Process]:
+        """The training process of a slot, if there is one; its spare is younger."""
         assert self.cluster is not None
         children = psutil.Process(self.cluster.slots()[job]).children()
-        for child in sorted(children, key=lambda each: each.create_time())[:1]:
-            os.kill(child.pid, sig)
-            return [child.pid]
-        return []
+        return sorted(children, key=lambda each: each.create_time())[:1]
 
     def _stop(self, job: int, seconds: float) -> None:
-        for pid in self._signal(job, signal.SIGSTOP):
-            timer = threading.Timer(seconds, _continue, [pid])
-            timer.start()
-            self._timers.append(timer)
-
-
-def _continue(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGCONT)
-    except ProcessLookupError:
-        return  # its slot has killed it
+        self._timers += [stop_process(child, seconds) for child in self._find_trainer(job)]
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +146,8 @@ def test_p1_to_p4_hold_under_random_fault_plans(
     seed: int, wanted: tuple[Job, Store, Manifest, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     job, store, manifest, plain = wanted
-    misfortune = FaultPlayer(
-        draw_plan(seed, job.epochs, -(-ROWS // (job.batch_size * job.workers)), job.workers)
-    )
+    steps = -(-ROWS // (job.batch_size * job.workers))
+    misfortune = FaultPlayer(draw_plan(seed, job.epochs, steps, job.workers))
     follower = Follower(misfortune.follow, misfortune.worlds)
 
     def make(task: Any) -> ProcessLauncher:

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.state import DriverState
+from spark_elastic.protocol.commands import JobOutcome
+from spark_elastic.protocol.driver.state import DriverState, PossiblyAliveMembers
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import RequestNextWorld, WorkerDone
-from spark_elastic.protocol.types import Fence, Position, WorkerId
+from spark_elastic.protocol.types import Fence, Position, WorkerId, World
 from spark_elastic.protocol.worker_machine import StepResult, WorkerStage, WorkerState
-from tests.simulator.fault_plan import Fault, FaultKind, FaultPlan, Moment, random_plan
+from spark_elastic.runs import checkpoint
+from spark_elastic.runs.owned_run import OwnedRun
+from tests.simulator.fault_plan import (
+    ALL_KILLED,
+    CORRUPTED,
+    DRIVER_TIMEOUT,
+    TAKEN_OVER,
+    Fault,
+    FaultKind,
+    FaultPlan,
+    Moment,
+    Share,
+    plan_durable,
+    random_plan,
+    scene,
+)
 from tests.simulator.invariants import Violation
-from tests.simulator.scenes import scene
 from tests.simulator.server import Step
 from tests.simulator.simulation import WorkerStep, simulate
 
@@ -37,17 +53,29 @@ def _rewrite_commands(change: Callable[[do.DriverCommand], do.DriverCommand | No
     return step
 
 
-def _choose_newcomer_as_source(command: do.DriverCommand) -> do.DriverCommand:
-    if isinstance(command, do.PublishWorld) and command.world.source is not None:
-        return replace(command, world=replace(command.world, source=command.world.size - 1))
-    return command
+def _rewrite_worlds(change: Callable[[World], World]) -> Step:
+    def change_world(command: do.DriverCommand) -> do.DriverCommand:
+        if isinstance(command, do.PublishWorld):
+            return replace(command, world=change(command.world))
+        return command
+
+    return _rewrite_commands(change_world)
 
 
-def _put_newcomers_first(command: do.DriverCommand) -> do.DriverCommand:
-    if isinstance(command, do.PublishWorld):
-        turned = tuple(replace(m, rank=r) for r, m in enumerate(reversed(command.world.members)))
-        return replace(command, world=replace(command.world, members=turned))
-    return command
+def _choose_newcomer_as_source(world: World) -> World:
+    return world if world.source is None else replace(world, source=world.size - 1)
+
+
+def _put_newcomers_first(world: World) -> World:
+    return replace(world, members=tuple(replace(m, rank=r) for r, m in enumerate(reversed(world.members))))
+
+
+def _resume_from_oldest(world: World) -> World:
+    return replace(world, resume=world.resume[::-1])
+
+
+def _resume_from_nothing(world: World) -> World:
+    return replace(world, resume=(), source=None) if world.resume else world
 
 
 def _drop_aborts(command: do.DriverCommand) -> do.DriverCommand | None:
@@ -71,8 +99,8 @@ def _end_too_early(state: DriverState, event: on.DriverEvent) -> tuple[DriverSta
 
 
 DRIVERS: dict[str, tuple[Step, Fault]] = {
-    "a newcomer is the source": (_rewrite_commands(_choose_newcomer_as_source), JOINED),
-    "newcomers come first": (_rewrite_commands(_put_newcomers_first), JOINED),
+    "a newcomer is the source": (_rewrite_worlds(_choose_newcomer_as_source), JOINED),
+    "newcomers come first": (_rewrite_worlds(_put_newcomers_first), JOINED),
     "a broken world is not aborted": (_rewrite_commands(_drop_aborts), KILLED),
     "two worlds are open": (_form_too_early, JOINED),
     "the end comes early": (_end_too_early, JOINED),
@@ -84,8 +112,7 @@ def test_a_driver_that_breaks_a_rule_is_caught(rule: str) -> None:
     step, fault = DRIVERS[rule]
     plan = scene(fault, hosts=3, num_workers=3)
     simulate(plan)
-    with pytest.raises(Violation):
-        simulate(plan, driver_step=step)
+    assert _is_caught(plan, driver_step=step)
 
 
 def _skip_sync(state: WorkerState, event: on.WorkerEvent) -> StepResult:
@@ -130,20 +157,20 @@ WORKERS: dict[str, tuple[WorkerStep, tuple[Fault, ...]]] = {
 def test_a_worker_that_breaks_a_rule_is_caught(rule: str) -> None:
     step, faults = WORKERS[rule]
     plans = [scene(*faults, seed=seed, hosts=3, num_workers=3) for seed in range(30)]
-    assert any(_is_caught(step, plan) for plan in plans)
+    assert any(simulate(plan) and _is_caught(plan, worker_step=step) for plan in plans)
 
 
 def test_workers_that_ignore_aborts_are_caught() -> None:
     """Most worlds break of themselves; some only by the driver's word."""
-    assert any(_is_caught(_ignore_aborts, random_plan(seed)) for seed in range(100))
+    assert any(_is_caught(random_plan(seed), worker_step=_ignore_aborts) for seed in range(100))
 
 
-def _is_caught(step: WorkerStep, plan: FaultPlan) -> bool:
-    simulate(plan)
+def _is_caught(plan: FaultPlan, match: str = "", **broken: Any) -> bool:
+    """broken: machines, by the names that `simulate` gives them."""
     try:
-        simulate(plan, worker_step=step)
-    except Violation:
-        return True
+        simulate(plan, **broken)
+    except Violation as error:
+        return match in str(error)
     return False
 
 
@@ -154,5 +181,74 @@ def test_a_driver_that_misses_a_message_hangs_and_is_caught() -> None:
                 return state, ()
         return driver_machine.step(state, event)
 
-    with pytest.raises(Violation, match="did not end"):
-        simulate(scene(), driver_step=forget_done)
+    assert _is_caught(scene(), "did not end", driver_step=forget_done)
+
+
+# ---- checkpoints
+
+
+def _forget_old_members(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+    """R18 broken: does not wait for old members that may live."""
+    return driver_machine.step(replace(state, possibly_alive=PossiblyAliveMembers()), event)
+
+
+def _trust_spark(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, Commands]:
+    """R18 broken: an executor that Spark calls lost is dead."""
+    after, commands = driver_machine.step(state, event)
+    after = after.copy()
+    for name, member in after.possibly_alive.members.items():
+        if member.executor_lost:
+            after.possibly_alive.confirm_dead(name)
+    return after, commands
+
+
+def test_r18_a_driver_that_does_not_wait_for_old_members_is_caught() -> None:
+    """A world of one is given up while its host is cut off, and trains on; another worker waits."""
+    cut = Fault(FaultKind.CUT_OFF_HOST, Moment.FORWARD, duration=4.0)
+    plans = [scene(cut, seed=seed, hosts=2, num_workers=1, max_workers=2, steps=200) for seed in range(6)]
+    for plan in plans:
+        simulate(plan)
+    assert any(_is_caught(plan, "train on (R18)", driver_step=_forget_old_members) for plan in plans)
+
+
+def test_r18_a_driver_that_trusts_sparks_report_of_a_lost_executor_is_caught() -> None:
+    """All hosts are cut off the driver, and Spark calls their executors lost while they train on."""
+    lost = Fault(FaultKind.PARTITION_AND_REPLACE, Moment.PUBLISHED, nth=3, share=Share.ALL, duration=12.0)
+    plans = [plan_durable(lost, seed=seed, steps=600, driver_timeout=DRIVER_TIMEOUT) for seed in range(6)]
+    for plan in plans:
+        report = simulate(plan)
+        assert report.end.outcome is JobOutcome.SUCCESS
+        assert report.worlds[-1].resume
+    assert any(_is_caught(plan, "train on (R18)", driver_step=_trust_spark) for plan in plans)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [(_resume_from_oldest, "was taken although"), (_resume_from_nothing, "begins from nothing although")],
+)
+def test_p7_a_driver_that_loses_what_was_acknowledged_is_caught(
+    change: Callable[[World], World], match: str
+) -> None:
+    assert _is_caught(plan_durable(ALL_KILLED), match, driver_step=_rewrite_worlds(change))
+
+
+def test_p1_a_resume_one_step_too_far_is_caught() -> None:
+    plan = plan_durable(ALL_KILLED)
+
+    def report_later_position(state: WorkerState, event: on.WorkerEvent) -> StepResult:
+        if isinstance(event, on.Synced) and state.world is not None and state.world.resume:
+            assert event.position is not None
+            event = replace(event, position=plan.find_next_position(event.position))
+        return worker_machine.step(state, event)
+
+    assert _is_caught(plan, "seed 1", worker_step=report_later_position)
+
+
+def test_p7_an_undetected_damage_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_check", lambda data, digest, name: None)
+    assert _is_caught(plan_durable(*CORRUPTED), "damaged checkpoint")
+
+
+def test_r10_a_driver_that_publishes_what_it_lost_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OwnedRun, "check", lambda self: None)
+    assert _is_caught(plan_durable(TAKEN_OVER, every=1), "attempt 1 published")

@@ -1,12 +1,23 @@
-"""Storms: hosts are lost and join by the dozen. `tests/faults` has them by the hundred, with 10,000 workers."""
+"""Storms: hosts are lost and join by the dozen, and in `nox -s faults` by the hundred, with 10,000 workers."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.simulator.scenes import survive_storm
+from spark_elastic.protocol.commands import JobOutcome
+from tests.simulator.fault_plan import plan_storm
+from tests.simulator.simulation import simulate
+
+THOUSAND = pytest.param(1000, marks=[pytest.mark.faults, pytest.mark.timeout(1800)])
 
 
-@pytest.mark.parametrize("hosts", [20, pytest.param(100, marks=pytest.mark.timeout(300))])
+@pytest.mark.parametrize("hosts", [20, THOUSAND])
 def test_the_loss_of_many_hosts_at_once_costs_no_step(hosts: int) -> None:
-    survive_storm(hosts)
+    """The simulation judges the rest: every row once, replicas identical, invariants at each world."""
+    report = simulate(plan_storm(seed=1, hosts=hosts))
+    assert report.end.outcome is JobOutcome.SUCCESS, report.event_log
+    sizes, workers = [world.size for world in report.worlds], 10 * hosts
+    assert sizes[0] == workers
+    assert min(sizes) <= 10
+    assert any(0.6 * workers < size < 0.9 * workers for size in sizes), sizes
+    assert all(world.source is not None for world in report.worlds[1:]), "somebody always survives"

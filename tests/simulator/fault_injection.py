@@ -62,9 +62,8 @@ class FaultInjection:
         if self.sim.server.over:
             return
         self.injected.append(fault)
-        self.sim.event_log.note(
-            self.sim.now, f"{fault.kind.value} ({fault.share.value}, {fault.moment.value})"
-        )
+        text = f"{fault.kind.value} ({fault.share.value}, {fault.moment.value})"
+        self.sim.event_log.note(self.sim.now, text)
         match fault.kind:
             case FaultKind.ADD_HOST:
                 self.sim.add_host()
@@ -116,7 +115,7 @@ class FaultInjection:
                 self.sim.schedule(fault.duration, worker.resume)
             case FaultKind.DRAIN_WORKER:
                 self.sim.server.post(
-                    on.DrainRequested(0, "its worker was asked to leave", worker=worker.name)
+                    on.DrainRequested(0, "the worker was asked to leave", worker=worker.name)
                 )
             case FaultKind.STRAGGLE:
                 fence = self.sim.server.state.fence
@@ -146,9 +145,8 @@ class FaultInjection:
 
     def _hide_from_discovery(self, hosts: list[SimHost], seconds: float) -> None:
         """Discovery answers without these hosts, and after a while that all hosts may take part."""
-        listed = tuple(
-            (host.name, max(1, host.capacity)) for host in self._list_living() if host not in hosts
-        )
+        shown = [host for host in self._list_living() if host not in hosts]
+        listed = tuple((host.name, max(1, host.capacity)) for host in shown)
         self.sim.server.post(on.HostsDiscovered(0, listed))
         self.sim.schedule(seconds, self._discover_all)
 
@@ -233,8 +231,6 @@ def _choose(targets: list[T], fault: Fault) -> list[T]:
     if not targets:
         return []
     first = fault.target % len(targets)
-    order = targets[first:] + targets[:first]
-    count = {Share.ONE: 1, Share.TWO: 2, Share.ALL_BUT_ONE: len(order) - 1, Share.ALL: len(order)}[
-        fault.share
-    ]
-    return order[:count]
+    order, most = targets[first:] + targets[:first], len(targets)
+    counts = {Share.ONE: 1, Share.TWO: 2, Share.ALL_BUT_ONE: most - 1, Share.ALL: most}
+    return order[: counts[fault.share]]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from spark_elastic.protocol.types import Limits, Phase, Position
 
@@ -112,9 +115,8 @@ class FaultPlan:
 
     def positions(self) -> list[Position]:
         """All steps, in order."""
-        return [
-            Position(epoch, Phase.TRAIN, step) for epoch in range(self.epochs) for step in range(self.steps)
-        ]
+        places = itertools.product(range(self.epochs), range(self.steps))
+        return [Position(epoch, Phase.TRAIN, step) for epoch, step in places]
 
     def compute_rows(self) -> dict[Position, tuple[int, ...]]:
         """Rows of every step."""
@@ -125,6 +127,9 @@ class FaultPlan:
         return tuple(range(first, first + self.rows))
 
 
+QUICK: Any = {"gather_timeout": 2.0, "start_timeout": 40.0, "lease": 2.0, "regroup_timeout": 6.0}
+
+
 def random_plan(seed: int) -> FaultPlan:
     """A plan with up to 64 workers and up to a dozen faults."""
     rng = random.Random(seed)
@@ -133,14 +138,10 @@ def random_plan(seed: int) -> FaultPlan:
     per_host = rng.choice((1, 1, 2, 4))
     hosts = max(1, -(-wanted // per_host) + rng.choice((-1, 0, 0, 0, 1)))
     limits = Limits(
-        num_workers=wanted,
-        min_workers=rng.randint(1, max(1, min(wanted, 1 + wanted // 2, hosts * per_host))),
-        max_workers=most,
-        gather_timeout=2.0,
-        start_timeout=40.0,
-        lease=2.0,
-        reconnect_grace=1.0,
-        regroup_timeout=6.0,
+        wanted,
+        rng.randint(1, max(1, min(wanted, 1 + wanted // 2, hosts * per_host))),
+        most,
+        **QUICK,
         failure_budget=1000,
         max_global_batch=rng.choice((None, None, None, 96)),
         cooldown_range=rng.choice(((1.0, 60.0), (0.2, 2.0), (6.0, 12.0), (0.5, 30.0))),
@@ -165,12 +166,8 @@ def random_plan(seed: int) -> FaultPlan:
         plan = replace(plan, faults=(*plan.faults, _draw_dead_link(links)))
     silences = random.Random(f"silences {seed}")
     if silences.random() < SILENT_SLOT_SHARE:
-        silence = Fault(
-            FaultKind.SILENCE_SLOT,
-            silences.choice(MOMENTS[1:]),
-            silences.randint(1, 20),
-            silences.randrange(64),
-        )
+        moment, nth, target = silences.choice(MOMENTS[1:]), silences.randint(1, 20), silences.randrange(64)
+        silence = Fault(FaultKind.SILENCE_SLOT, moment, nth, target=target)
         plan = replace(plan, faults=(*plan.faults, silence))
     network = random.Random(f"network {seed}")
     plan = replace(
@@ -260,14 +257,16 @@ def _random_fault(rng: random.Random) -> Fault:
         kind=rng.choices(kinds, weights)[0],
         moment=moment,
         nth=1 if timed else rng.choice((1, 1, 2, 3, 5)),
-        after=rng.uniform(0.0, 4.0)
-        if timed
-        else rng.choice((0.0, rng.uniform(0.0, 0.01), rng.uniform(0.0, 0.1))),
+        after=rng.uniform(0.0, 4.0) if timed else _draw_delay(rng),
         target=rng.choice((0, 0, 1, rng.randrange(64))),
         share=rng.choices(tuple(Share), (12, 3, 1, 1))[0],
         duration=rng.choice((0.02, 0.3, 0.8, 1.5, 4.0, 12.0)),
         silent=rng.random() < 0.3,
     )
+
+
+def _draw_delay(rng: random.Random) -> float:
+    return rng.choice((0.0, rng.uniform(0.0, 0.01), rng.uniform(0.0, 0.1)))
 
 
 STORM_STEP = 0.8  # seconds that a step of a storm computes, so that the storm lasts few steps
@@ -283,39 +282,41 @@ def plan_storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultP
     rng = random.Random(seed)
     workers = hosts * slots_per_host
 
-    def draw_wave(
-        kind: FaultKind, share: float, at: float, duration: float = 1.0, silent: bool = False
-    ) -> list[Fault]:
-        return [
-            Fault(
-                kind,
-                after=at + rng.uniform(0.0, 0.2),
-                target=rng.randrange(hosts),
-                duration=duration,
-                silent=silent,
-            )
-            for _ in range(round(hosts * share))
-        ]
+    def draw_wave(kind: FaultKind, share: float, at: float, **more: Any) -> Iterator[Fault]:
+        for _ in range(round(hosts * share)):
+            after, target = at + rng.uniform(0.0, 0.2), rng.randrange(hosts)
+            yield Fault(kind, after=after, target=target, **more)
 
     faults = (
         *draw_wave(FaultKind.KILL_HOST, 0.125, STORM_START),
         *draw_wave(FaultKind.KILL_HOST, 0.125, STORM_START, silent=True),
         *draw_wave(FaultKind.DRAIN_HOST, 0.05, STORM_START + 1.0),
         *draw_wave(FaultKind.CUT_OFF_HOST, 0.05, STORM_START + 1.0, duration=0.8),
-        Fault(
-            FaultKind.KILL_HOST, after=STORM_START + 3.5, target=rng.randrange(hosts), share=Share.ALL_BUT_ONE
-        ),
     )
-    limits = Limits(
-        num_workers=workers,
-        min_workers=1,
-        max_workers=workers,
-        gather_timeout=2.0,
-        start_timeout=40.0,
-        regroup_timeout=6.0,
-        failure_budget=workers,
-    )
+    survivor, at = rng.randrange(hosts), STORM_START + 3.5
+    end = Fault(FaultKind.KILL_HOST, after=at, target=survivor, share=Share.ALL_BUT_ONE)
+    quick = {"gather_timeout": 2.0, "start_timeout": 40.0, "regroup_timeout": 6.0}
+    limits = Limits(workers, 1, workers, **quick, failure_budget=workers)  # type: ignore[arg-type]
     return FaultPlan(
-        seed, limits, hosts, slots_per_host, steps=4, rows=2 * workers, forward=STORM_STEP, faults=faults,
+        seed, limits, hosts, slots_per_host, steps=4, rows=2 * workers, forward=STORM_STEP, faults=(*faults, end),
         replace_after=1.0, duplicates=0.01,
     )  # fmt: skip
+
+
+def scene(*faults: Fault, seed: int = 1, hosts: int = 4, steps: int = 12, **limits: Any) -> FaultPlan:
+    """Four workers on four hosts and what happens to them: enough room, no other misfortune."""
+    all_limits = replace(Limits(4, 1, 4, **QUICK), **limits)
+    return FaultPlan(seed, all_limits, hosts, slots_per_host=1, steps=steps, faults=faults)
+
+
+def plan_durable(*faults: Fault, every: int = 2, **of_scene: Any) -> FaultPlan:
+    """A scene with checkpoints. every: steps from one to the next."""
+    return replace(scene(*faults, **of_scene), checkpoint_every=every)
+
+
+ALL_KILLED = Fault(FaultKind.KILL_WORKER, Moment.PUBLISHED, nth=3, share=Share.ALL)
+CORRUPTED = (
+    Fault(FaultKind.CORRUPT_CHECKPOINT, Moment.PUBLISHED, nth=3),
+    replace(ALL_KILLED, after=0.001),
+)
+TAKEN_OVER = Fault(FaultKind.TAKE_OVER, Moment.PUBLISHED, nth=2)

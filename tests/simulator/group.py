@@ -85,10 +85,8 @@ class SimGroup:
         """Compute; then contribute."""
         self._set_activity(worker, Activity.FORWARD)
         self.sim.moment(Moment.FORWARD)
-        worker.act_later(
-            self.sim.jitter(self.sim.plan.forward) * worker.slot.host.slowness,
-            lambda: self._contribute(worker),
-        )
+        seconds = self.sim.jitter(self.sim.plan.forward) * worker.slot.host.slowness
+        worker.act_later(seconds, lambda: self._contribute(worker))
 
     def abort(self, worker: SimWorker, reason: str) -> None:
         """Break the worker's end of the group, which ends a wait in it."""
@@ -151,9 +149,8 @@ class SimGroup:
         """All members are there: each gets the result at its own time, unless its end breaks before."""
         self.epoch += 1
         for worker in tuple(self.inside.values()):
-            worker.act_later(
-                self.sim.rng.uniform(0.0002, slowest), partial(self._deliver, worker, what, finish)
-            )
+            delay = self.sim.rng.uniform(0.0002, slowest)
+            worker.act_later(delay, partial(self._deliver, worker, what, finish))
 
     def _deliver(self, worker: SimWorker, what: Activity, finish: Callable[[SimWorker], None]) -> None:
         if self.activity.get(worker.name) is what and worker.name not in self.broken:
@@ -179,9 +176,8 @@ class SimGroup:
         for worker in self._choose_witnesses():
             named = (member.rank,) if self.sim.rng.random() < NAMES_SUSPECT else ()
             reason = f"rank {member.rank} closed its connection"
-            worker.act_later(
-                self.sim.rng.uniform(0.0005, 0.01), partial(self._peer_broke, worker, named, reason)
-            )
+            delay = self.sim.rng.uniform(0.0005, 0.01)
+            worker.act_later(delay, partial(self._peer_broke, worker, named, reason))
 
     def _choose_witnesses(self) -> tuple[SimWorker, ...]:
         """The workers that see a peer leave: all of them; in a large world each only once, since a second time changes

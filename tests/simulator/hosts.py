@@ -49,11 +49,8 @@ INITIAL_WEIGHTS: Weights = (0, 0)
 
 
 class SimCheckpointer:
-    """Writes a worker's checkpoints, in the order in which `training.checkpointing` and its writer do.
-
-    Rank 0 copies its state after a step that is due. Once the step is sealed, under R1 (finalized steps), it writes the
-    copy, one at a time, and reports it to the driver.
-    """
+    """As `training.checkpointing` and its writer: rank 0 copies its state after a step that is due. Once the step is
+    sealed, under R1 (finalized steps), it writes the copy, one at a time, and reports it to the driver."""
 
     def __init__(self, worker: SimWorker) -> None:
         self._worker = worker
@@ -176,11 +173,7 @@ class SimSlot:
         self.sim.offer_host(self.host)
 
     def end(self, reason: str, failed: bool = False) -> None:
-        """The slot task is gone, and its child with it.
-
-        Args:
-            failed: it did not return.
-        """
+        """The slot task is gone, and its child with it. failed: it did not return."""
         if self.alive:
             self.leave()
             if self.worker is not None:
@@ -253,11 +246,7 @@ class SimWorker:
             self._act_or_freeze(act)
 
     def die(self, code: int, quiet: bool = False) -> None:
-        """The process ends.
-
-        Args:
-            quiet: no slot is left that reports the exit.
-        """
+        """The process ends. quiet: no slot is left that reports the exit."""
         if not self.alive:
             return
         self.alive = False
@@ -321,10 +310,8 @@ class SimWorker:
         fingerprint = self.raises or self.sim.faults.find_exception(self)
         if fingerprint:
             self.raises = ""
-            self.act_later(
-                0.01,
-                lambda: self.handle(on.UserRaised(self.sim.now, fingerprint, f"ValueError: {fingerprint}")),
-            )
+            text = f"ValueError: {fingerprint}"
+            self.act_later(0.01, lambda: self.handle(on.UserRaised(self.sim.now, fingerprint, text)))
         else:
             self.group.forward(self)
 
@@ -339,7 +326,6 @@ class SimWorker:
 
     def finish(self, world: World) -> None:
         result = f"{self.weights[0]}:{self.weights[1]}"
-        self.act_later(
-            self.sim.jitter(0.02), lambda: self.handle(on.Finished(self.sim.now, world.fence, result))
-        )
+        seconds = self.sim.jitter(0.02)
+        self.act_later(seconds, lambda: self.handle(on.Finished(self.sim.now, world.fence, result)))
         self.sim.moment(Moment.CLOSING)

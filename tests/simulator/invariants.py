@@ -47,9 +47,8 @@ class EventLog:
         self._lines.append((f"{now:9.3f} #", text))
 
     def text(self) -> str:
-        return "\n".join(
-            f"{head} {value if isinstance(value, str) else _line(value)}" for head, value in self._lines
-        )
+        lines = ((head, value if isinstance(value, str) else _line(value)) for head, value in self._lines)
+        return "\n".join(map(" ".join, lines))
 
 
 def _line(value: object) -> str:
@@ -84,11 +83,7 @@ class DriverInvariants:
         commands: Sequence[do.DriverCommand],
     ) -> None:
         """Raises Violation. The records of a small state are checked after every event; those of a large one at each
-        world and now and then.
-
-        Args:
-            event: None for the machine's first commands.
-        """
+        world and now and then. event: None for the machine's first commands."""
         if event is not None:
             self.event_log.event(event)
             self._record_names(event)
@@ -98,9 +93,8 @@ class DriverInvariants:
             self._check_command(command, before, after)
             if isinstance(command, do.PublishWorld) and event is not None:
                 self._check_newcomers(command.world, before.world, after, event.now)
-        self._unchecked += bool(commands) or not (
-            event is None or isinstance(event, on.Tick) or on.is_heartbeat(event)
-        )
+        is_news = event is not None and not isinstance(event, on.Tick) and not on.is_heartbeat(event)
+        self._unchecked += bool(commands) or is_news
         grave = any(isinstance(command, do.PublishWorld | do.AbortWorld | do.End) for command in commands)
         size = max(len(after.slots), len(after.workers), len(before.workers))
         due = 1 if size <= LARGE else size // 4
@@ -133,9 +127,8 @@ class DriverInvariants:
             case do.LaunchSlot(_, launch):
                 self._require(launch not in self._launches, "a launch number used twice")
                 self._launches.add(launch)
-                self._require(
-                    len(self._launches) <= after.limits.max_workers, "more slot launches than max_workers"
-                )
+                few = len(self._launches) <= after.limits.max_workers
+                self._require(few, "more slot launches than max_workers")
 
     def _check_world(self, world: World, before: DriverState, after: DriverState) -> None:
         self._require(all(m.worker in after.workers for m in world.members), "a member that is not alive")
@@ -190,10 +183,8 @@ class DriverInvariants:
             self._require(count == true, f"{what} is miscounted")
         for index, key in ((state.slots._by_host, "host"), (state.slots._by_launch, "launch")):
             listed = {name: value for value, names in index.items() for name in names}
-            self._require(
-                listed == {slot.slot: getattr(slot, key) for slot in state.slots.values()},
-                f"slots are listed under another {key}",
-            )
+            true = {slot.slot: getattr(slot, key) for slot in state.slots.values()}
+            self._require(listed == true, f"slots are listed under another {key}")
         gone = [w for w in state.workers if w in state.workers.departed]
         self._require(not gone, f"both living and gone: {gone}")
         waiting = [w for w in state.workers.waiting if state.workers[w].rank is not None]
@@ -226,16 +217,12 @@ class StepHistory:
             raise Violation(f"{len(missing)} steps were never applied, the first at {missing[0]}")
         wrong = sorted(p for p, rows in final.items() if sorted(rows) != sorted(expected.get(p, ())))
         if wrong:
-            raise Violation(
-                f"at {wrong[0]} the rows {final[wrong[0]]} were trained, not {expected.get(wrong[0])}"
-            )
+            first = wrong[0]
+            raise Violation(f"at {first} the rows {final[first]} were trained, not {expected.get(first)}")
 
 
 class CheckpointInvariants:
-    """What must always hold of checkpoints, whatever dies: P7, R10 (fence) and R18 (publication).
-
-    Follows one run over all its drivers.
-    """
+    """What must always hold of a run's checkpoints, whatever dies: P7, R10 (fence) and R18 (publication)."""
 
     def __init__(self, event_log: EventLog) -> None:
         self._event_log = event_log
@@ -256,11 +243,7 @@ class CheckpointInvariants:
         self._acknowledged.update({checkpoint.name: checkpoint for checkpoint in kept})
 
     def check_begin(self, world: World, still_training: Sequence[WorkerId]) -> None:
-        """A world to which no member brings state begins.
-
-        Args:
-            still_training: members of older worlds of the same driver.
-        """
+        """A world to which no member brings state begins. still_training: members of older worlds of its driver."""
         told = f"world {world.fence.generation} begins while {', '.join(still_training)} train on (R18)"
         self._require(not still_training, told)
         lost = not world.resume and world.fence.attempt == self._holder and self._find_newest()

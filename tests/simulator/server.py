@@ -18,19 +18,8 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
-from spark_elastic.protocol.messages import (
-    DriverMessage,
-    Heartbeat,
-    RequestNextWorld,
-    WorkerDone,
-)
-from spark_elastic.protocol.types import (
-    INITIAL_VERSION,
-    Fence,
-    MembershipVersion,
-    WorkerId,
-    World,
-)
+from spark_elastic.protocol.messages import DriverMessage, Heartbeat, RequestNextWorld, WorkerDone
+from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId, World
 from spark_elastic.runs.owned_run import CheckpointList, OwnedRun
 from spark_elastic.testing import FakeClock
 from tests.simulator.fault_plan import Moment
@@ -85,11 +74,10 @@ class SimServer:
         return self.dead or self.end is not None
 
     def open(self) -> None:
-        self.state, commands = driver_machine.initial(
-            self.sim.plan.limits, self.run.attempt, self.run.checkpoints
-        )
+        begun = self.sim.plan.limits, self.run.attempt, self.run.checkpoints
+        self.state, commands = driver_machine.initial(*begun)
         self.invariants.check(self.state, None, self.state, commands)
-        self.rules = Specification(self.sim.plan.limits, self.run.attempt, self.run.checkpoints)
+        self.rules = Specification(*begun)
         self._carry_out(commands)
         self._tick()
 
@@ -270,9 +258,8 @@ class SimServer:
         if not worker.is_training_before(world.fence) or worker.group is None:
             return False
         its = worker.group.world
-        gone_on = {
-            member.worker for later in self.worlds if its.fence < later.fence for member in later.members
-        }
+        later = [world for world in self.worlds if its.fence < world.fence]
+        gone_on = {member.worker for world in later for member in world.members}
         return not gone_on & {member.worker for member in its.members}
 
     def _publish_checkpoint(self, kept: CheckpointList) -> None:
@@ -292,10 +279,8 @@ class SimServer:
     def _check_no_waiters(self, fence: Fence) -> None:
         waiting = self.sim.groups[fence].list_waiting(ABORT_TIMEOUT) if fence in self.sim.groups else []
         if waiting and not self.over:
-            raise Violation(
-                f"{waiting} still wait in world {fence.generation}, aborted {ABORT_TIMEOUT} s ago\n"
-                f"{self.event_log.text()}"
-            )
+            told = f"{waiting} still wait in world {fence.generation}, aborted {ABORT_TIMEOUT} s ago"
+            raise Violation(f"{told}\n{self.event_log.text()}")
 
     def _receive_version(self, worker: SimWorker, version: MembershipVersion) -> None:
         worker.version = max(worker.version, version)

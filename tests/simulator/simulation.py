@@ -39,10 +39,8 @@ Weights = tuple[int, int]
 
 
 class SimRun:
-    """A durable run in a store of its own, and the drivers that open it one after the other.
-
-    Store, checkpoint lists and leases are the real ones of `spark_elastic.handwritten`, over memory, in simulated time.
-    """
+    """A durable run in a store of its own, and the drivers that open it one after the other. Store, checkpoints and
+    ownership are the real ones, over memory, in simulated time."""
 
     def __init__(self, sim: Simulation, make: Callable[[OwnedRun], SimServer]) -> None:
         self.sim = sim
@@ -130,15 +128,8 @@ class Report:
 def simulate(
     plan: FaultPlan, driver_step: Step = driver_machine.step, worker_step: WorkerStep = worker_machine.step
 ) -> Report:
-    """Run the plan to its end.
-
-    Args:
-        driver_step: the driver's machine, or a wrapper that breaks a rule.
-        worker_step: the same for the worker's.
-
-    Raises:
-        Violation: an invariant or the step history is broken, or the job does not end. Its message has seed and log.
-    """
+    """Run the plan to its end, on the real machines or on wrappers that break a rule. Raises Violation, with seed and
+    log, where an invariant or the step history is broken, or the job does not end."""
     sim = Simulation(plan, driver_step, worker_step)
     try:
         return sim.run_to_end()
@@ -336,6 +327,5 @@ class Simulation:
         whole = self.plan.limits.all_results
         wrong = [result for result in end.results if result not in ("null", f"{weights[0]}:{weights[1]}")]
         if wrong or "null" in (end.results if whole else end.results[:1]):
-            raise Violation(
-                f"the final weights are not those of the plan: {end.results}\n{self.event_log.text()}"
-            )
+            told = f"the final weights are not those of the plan: {end.results}"
+            raise Violation(f"{told}\n{self.event_log.text()}")

@@ -257,6 +257,11 @@ def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
         return []
 
 
+def find_executor(process: psutil.Process) -> psutil.Process:
+    """The executor's JVM in which a worker runs, or a slot task."""
+    return next(p for p in process.parents() if EXECUTOR in " ".join(p.cmdline()))
+
+
 def read_command(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()

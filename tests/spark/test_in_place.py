@@ -103,7 +103,7 @@ def test_p1_p2_a_fit_in_place_loses_an_executor_while_a_file_is_added(
     assert not list((tmp_path / "store").rglob("*.parquet"))
     with pytest.raises(InvalidInput, match="'mine' began with other files than those now in"):
         est.fit(read(spark, folder))
-    with pytest.raises(InvalidInput, match=r"'mine' began on the files in .*: continue with those files"):
+    with pytest.raises(InvalidInput, match=r"'mine' began on the files in .*: continue with the same"):
         est.fit(read(spark, folder).where("y > 0"))
 
 

@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def materialize(
-    df: DataFrame, columns: list[str], store: Store, rows: int | None = None, row_order: str = "hash"
+    df: DataFrame, columns: list[str], store: Store, rows: int = 10_000, row_order: str = "hash"
 ) -> Manifest:
     from spark_elastic.estimators.dataframes.materialize import WriteOptions
     from spark_elastic.estimators.dataframes.materialize import materialize as write
@@ -115,7 +115,7 @@ def test_arrays_of_different_lengths_are_written_for_a_transformation(
     for row, tokens, words in zip(found["id"], found["tokens"], found["words"], strict=True):
         assert tokens.tolist() == [row, 1, 2, 3][: row % 4]
         assert words.tolist() == ["a", "bc", "def"][: row % 4]
-    assert find_difference(df.where("true or id > rand()"), df.columns, options, None, [manifest]) is None
+    assert find_difference(df.where("true or id > rand()"), df.columns, options, [manifest]) is None
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_rows_chosen_by_a_table_that_was_overwritten_are_not_reused(
 
     def take() -> str:
         df = spark.sql(f"select id from {mine} mine where {condition.format(other)}")
-        return fingerprint_table(df, ["id"], WriteOptions(), None)
+        return fingerprint_table(df, ["id"], WriteOptions())
 
     spark.range(10).write.parquet(f"file://{tmp_path}/mine")
     spark.range(3).write.parquet(f"file://{tmp_path}/other")
@@ -362,27 +362,27 @@ def test_a_nondeterministic_table_is_never_reused(spark: SparkSession, condition
     from spark_elastic.estimators.dataframes.materialize import WriteOptions, fingerprint_table
 
     df = spark.range(10).where(condition)
-    one, other = (fingerprint_table(df, ["id"], WriteOptions(), None) for _ in range(2))
+    one, other = (fingerprint_table(df, ["id"], WriteOptions()) for _ in range(2))
     assert (one == other) == same
 
 
 def test_rows_that_are_marked_with_nan_or_null_do_not_validate(spark: SparkSession, store: Store) -> None:
-    from spark_elastic.estimators.dataframes.materialize import ValidationSplit, materialize
+    from spark_elastic.estimators.dataframes.materialize import ValidationSplit, WriteOptions, materialize
 
     marks = [0.0, 1.0, float("nan"), None, -1.0, 0.5]
     df = spark.createDataFrame([(float(n), mark) for n, mark in enumerate(marks)], "x double, mark double")
-    rows, validation = materialize(df, ["x"], store, split=ValidationSplit("mark"))
+    rows, validation = materialize(df, ["x"], store, WriteOptions(split=ValidationSplit("mark")))
     assert validation is not None
     assert (rows.rows, validation.rows) == (4, 2)
 
 
 def test_a_feature_named_as_the_validation_column_is_refused(spark: SparkSession, store: Store) -> None:
-    from spark_elastic.estimators.dataframes.materialize import ValidationSplit
+    from spark_elastic.estimators.dataframes.materialize import ValidationSplit, WriteOptions
     from spark_elastic.estimators.dataframes.materialize import materialize as write
 
     df = spark.range(10).withColumnRenamed("id", "__Validation")
     with pytest.raises(InvalidInput, match="'__validation' has the name of the folders that validation"):
-        write(df, ["__Validation"], store, split=ValidationSplit(0.5))
+        write(df, ["__Validation"], store, WriteOptions(split=ValidationSplit(0.5)))
 
 
 def test_a_null_vector_is_named(spark: SparkSession, store: Store) -> None:

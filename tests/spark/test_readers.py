@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.component.readers import READERS
+from tests.component.column_kinds import READERS
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.fits import fit_through_a_loss

@@ -71,8 +71,8 @@ def write(
 ) -> tuple[list[Manifest], list[Groups]]:
     """The data sets, and the rows of their row groups."""
     opened = Store.open(str(store))
-    written = WriteOptions(transformed=True, missing=MissingValues(nans="keep"), **options)
-    manifests = [each for each in materialize(df, columns, opened, written, split) if each is not None]
+    written = WriteOptions(transformed=True, missing=MissingValues(nans="keep"), split=split, **options)
+    manifests = [each for each in materialize(df, columns, opened, written) if each is not None]
     rows = []
     for manifest in manifests:
         with closing(ArrowReader(opened, manifest)) as reader:

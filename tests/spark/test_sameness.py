@@ -55,18 +55,16 @@ def test_r19_a_recomputed_table_with_the_same_rows_is_recognised(
     spark: SparkSession, tmp_path: Path, splits: bool
 ) -> None:
     store, split = Store.open(str(tmp_path)), ValidationSplit("v", 1) if splits else None
-    options = WriteOptions()
+    options = WriteOptions(split=split)
     df = add_validation_column(table(spark))
-    rows, validation = materialize(df, ["x", "y"], store, options, split)
+    rows, validation = materialize(df, ["x", "y"], store, options)
     written = [rows] if validation is None else [rows, validation]
     for number, (change, says) in enumerate(CHANGES):
-        found = find_difference(
-            add_validation_column(change(table(spark))), ["x", "y"], options, split, written
-        )
+        found = find_difference(add_validation_column(change(table(spark))), ["x", "y"], options, written)
         assert found == says or (found is not None and says is not None and says in found), number
     if split is not None:
         other = table(spark).withColumn("v", F.col("id") % 4 == 1)
-        assert find_difference(other, ["x", "y"], options, split, written) == "its rows have other values"
+        assert find_difference(other, ["x", "y"], options, written) == "its rows have other values"
 
 
 def test_r19_another_fold_or_table_is_refused_for_a_run(spark: SparkSession, tmp_path: Path) -> None:

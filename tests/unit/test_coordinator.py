@@ -13,6 +13,7 @@ from spark_elastic.clusters.coordinator import (
     CLIENT,
     COORDINATOR,
     MOST_IDLE,
+    ClientCall,
     Coordinator,
     CoordinatorClient,
     JobEnd,
@@ -21,7 +22,6 @@ from spark_elastic.clusters.coordinator import (
 )
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
-from spark_elastic.driver.remote_launcher import ClientCall
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.report import JobReport
@@ -46,6 +46,8 @@ SPEC = SlotSpec(address="", key=b"key", attempt=1, job_name="job")
 def test_settings_of_the_clients_machine_are_refused_for_a_coordinator(setting: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="does not work where executors cannot reach the client"):
         check_config(ElasticConfig(**setting))
+    config = check_config(ElasticConfig(advertise_address="client", bind_address="0.0.0.0", lease=7.0))
+    assert (config.advertise_address, config.bind_address, config.lease) == (None, None, 7.0)
 
 
 def make_scheduler(clock: FakeClock) -> GangScheduler:
@@ -53,12 +55,10 @@ def make_scheduler(clock: FakeClock) -> GangScheduler:
     return GangScheduler(JobQueue(), "job", Limits(1, 1, 1), clock)
 
 
-def test_a_coordinator_does_not_use_the_clients_addresses() -> None:
-    config = check_config(ElasticConfig(advertise_address="client", bind_address="0.0.0.0", lease=7.0))
-    assert (config.advertise_address, config.bind_address, config.lease) == (None, None, 7.0)
-
-
-def test_an_error_of_the_coordinator_is_raised_at_the_client() -> None:
+def test_the_end_of_the_coordinators_job_is_that_of_the_clients() -> None:
+    end = JobEnd(JobReport(3.0).to_json(), ("1", "2"))
+    launched = codec.read(JobEnd, codec.to_plain(end)).unpack()
+    assert (launched.results, launched.report.seconds) == (("1", "2"), 3.0)
     with pytest.raises(WorkerFailed, match="no such luck") as failed:
         JobEnd(JobReport(seconds=3.0).to_json(), error="WorkerFailed", text="no such luck").unpack()
     assert failed.value.report.seconds == 3.0
@@ -73,9 +73,7 @@ def test_an_error_of_the_coordinator_is_raised_at_the_client() -> None:
         (True, CoordinatorLost, "was lost: it has sent nothing for 60 s"),  # its executor is gone
     ],
 )
-def test_a_coordinator_that_is_not_heard_of_has_a_deadline(
-    taken: bool, error: type[Exception], sentence: str
-) -> None:
+def test_a_silent_coordinator_has_a_deadline(taken: bool, error: type[Exception], sentence: str) -> None:
     clock, store = FakeClock(), make_memory_store()
     began, closed = threading.Event(), threading.Event()
     launcher: Any = SimpleNamespace(
@@ -114,12 +112,6 @@ def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytes
     client = CoordinatorClient(end, SPEC, launcher, make_scheduler(clock), JobListener(), clock)
     with pytest.raises(JobFailed, match=r"the coordinator of job, .*\n(.*\n)*RuntimeError: no port was free"):
         client.follow(lambda: "it has ended", ElasticConfig())
-
-
-def test_results_of_a_coordinator_survive_the_channel() -> None:
-    end = JobEnd(JobReport(3.0).to_json(), ("1", "2"))
-    launched = codec.read(JobEnd, codec.to_plain(end)).unpack()
-    assert (launched.results, launched.report.seconds) == (("1", "2"), 3.0)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +155,7 @@ def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() ->
         ClientCall("log", "emit", ({"level": 20, "logger": "x"},)),
     ],
 )
-def test_p6_a_coordinator_has_only_listed_methods_called_with_arguments_of_their_types(
-    call: ClientCall,
-) -> None:
+def test_p6_a_coordinator_has_only_listed_methods_called_with_their_types(call: ClientCall) -> None:
     channel_end = ChannelEnd(make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
     called: list[Any] = []
     launcher: Any = SimpleNamespace(launch=called.append, close=called.append)

@@ -1,10 +1,8 @@
 """The command of `spark-elastic-run`: which Python it names, Python's options, or another program that starts Pythons.
 
-Another Python than this process's own is asked in a process of its own; nothing of it is imported here. Options of
-Python become the variables of the environment that mean the same, for this process and all that it starts. Any other
-program (`env`, `nice`, a shell's script) runs once, here; each `python` that it finds on its PATH is a call of
-`spark-elastic-run` with the same options. Main thread, before the job.
-"""
+Another Python is asked in a process of its own; nothing of it is imported here. Options of Python become the variables
+of the environment that mean the same, for this process and all that it starts. Any other program (`env`, a shell's
+script) runs once, here; each `python` of its PATH is a call of `spark-elastic-run` with the same options."""
 
 from __future__ import annotations
 
@@ -59,8 +57,7 @@ PATH=$(printf %s "$PATH" | sed "s|{folder}:||g") exec {run} python "$@"
 
 
 def take_python_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(the variables that stand for Python's options, the words from the script, -m or -c on). Raises InvalidInput: an
-    option has no variable."""
+    """(the variables that stand for Python's options, the words from the script, -m or -c on)."""
     variables: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in ("-", "-m", "-c"):
@@ -103,9 +100,8 @@ def run_around(command: Sequence[str], options: Sequence[str], environment: Muta
         try:
             process = subprocess.Popen(list(command), env=inside, start_new_session=True)
         except OSError as error:
-            raise InvalidInput(
-                f"{command[0]!r} cannot be run ({error}): give a program or a Python."
-            ) from error
+            problem = f"{command[0]!r} cannot be run ({error})"
+            raise InvalidInput(f"{problem}: give a program or a Python.") from error
         try:
             code = process.wait()
         except BaseException:
@@ -133,8 +129,7 @@ class Interpreter:
 
     @classmethod
     def find(cls, name: str) -> Interpreter:
-        """The Python that a command names: by its path, or as the shell finds it. Raises InvalidInput: there is no such
-        executable."""
+        """The Python that a command names: by its path, or as the shell finds it."""
         if name in OWN_NAMES:
             return cls(sys.executable)
         path = shutil.which(name)
@@ -146,8 +141,7 @@ class Interpreter:
         return cls(sys.executable if same else path)
 
     def find_module(self, name: str, *arguments: str) -> Module:
-        """The module that `-m` names, as this Python finds it. Raises InvalidInput: there is none, or this Python
-        cannot run workers."""
+        """The module that `-m` names, as this Python finds it."""
         if self.is_own:
             return Module.find(name, *arguments)
         found: dict[str, str] = self._ask(name)["module"]

@@ -30,8 +30,7 @@ class HostSlots:
     """Room for slots on hosts by name, which come and go; the threads of a launcher wait here.
 
     Hosts are filled in the order in which they are listed. Where a slot has ended, the driver may refuse new ones:
-    other hosts come first, then the host whose last slot ended longest ago. Discovery's thread calls `update`.
-    """
+    other hosts come first, then the host whose last slot ended longest ago."""
 
     def __init__(self, hosts: Mapping[str, int] | None = None) -> None:
         self._change = threading.Condition()  # owns all other fields
@@ -101,9 +100,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
         super().__init__(clock)
         self._program = program
         self._payload = pickle_for_workers(program)
-        self._pool = pool
-        self._preload = preload
-        self.interpreter = interpreter
+        self._pool, self._preload, self.interpreter = pool, preload, interpreter
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the slot launch
 
     def start(self, spec: SlotSpec, post: Post) -> None:
@@ -144,8 +141,14 @@ class LocalLauncher(ThreadPerSlotLauncher):
 
     def run_process(self, launch: int, host: str) -> str:
         """Returns why the slot ended."""
+        # Another Python has packages of its own.
+        is_own = self.interpreter == sys.executable
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if is_own else {}
+        # One thread, as Spark sets: several workers with a thread per core slow each other down.
+        variables = {"OMP_NUM_THREADS": "1", **os.environ, **path}
+        command, pipe = [self.interpreter, "-m", "spark_elastic.clusters.local.slot"], subprocess.PIPE
         try:
-            process = _start_process(self.interpreter)
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=variables)
         except OSError as error:
             # Memory, processes or descriptors are used up: the driver launches another slot
             return f"the slot's process could not be started ({error})"
@@ -153,23 +156,11 @@ class LocalLauncher(ThreadPerSlotLauncher):
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with process.stdin as pipe:
-                pipe.write(self.describe(launch, host, os.getpid()))
+            with process.stdin as stream:
+                stream.write(self.describe(launch, host, os.getpid()))
         except BrokenPipeError:
             pass  # it was killed meanwhile; its exit code says how
-        with process.stdout as pipe:
-            reason = pipe.read().decode(errors="replace")
+        with process.stdout as output:
+            reason = output.read().decode(errors="replace")
         code = process.wait()
         return reason if code == 0 else f"the slot process ended: {describe_exit(code)}"
-
-
-def _start_process(interpreter: str) -> subprocess.Popen[bytes]:
-    # Another Python has packages of its own.
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if interpreter == sys.executable else {}
-    return subprocess.Popen(
-        [interpreter, "-m", "spark_elastic.clusters.local.slot"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,  # why it ended
-        # One thread, as Spark sets for its Python workers: several workers with a thread per core slow each other down.
-        env={"OMP_NUM_THREADS": "1", **os.environ, **path},
-    )

@@ -1,10 +1,8 @@
-"""A slot as a process of its own: `python -m spark_elastic.clusters.local.slot`,
-started by `LocalLauncher` or through ssh.
+"""A slot as a process of its own (`python -m`), started by `LocalLauncher` or through ssh.
 
 Standard input brings a line with what the slot is, then the pickled program. The reason why the slot ended goes to
-standard output. The slot's agent runs in the main thread. On another host a thread waits for the end of standard
-input, which is the end of the ssh connection or of the launcher, and kills this process.
-"""
+standard output. On another host a thread waits for the end of standard input, which is that of the ssh connection or
+of the launcher, and kills this process."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ import socket
 import sys
 import threading
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import ElasticError
@@ -69,23 +66,18 @@ def check() -> None:
     _check_way_to_driver(sys.stdin.readline().strip())
 
 
-def refuse(why: str) -> NoReturn:
-    """End this process: the host cannot run slots."""
-    sys.stdout.write(why)
-    sys.stdout.flush()
-    os._exit(REFUSED)
-
-
 def _check_way_to_driver(address: str) -> None:
     """A slot would try for as long as a driver may be silent; at the start the first failure is the answer."""
     try:
         socket.create_connection(split_address(address), CONNECT_SECONDS).close()
     except OSError as error:
-        refuse(
+        sys.stdout.write(
             f"it cannot reach the driver at {address} ({error}): open the port between the hosts "
             "(SPARK_ELASTIC_DRIVER_PORT makes it a fixed one), or set SPARK_ELASTIC_ADVERTISE_ADDRESS to an address of "
             "the driver that all hosts reach"
         )
+        sys.stdout.flush()
+        os._exit(REFUSED)
 
 
 def _die_with_standard_input() -> None:

@@ -1,9 +1,7 @@
 """Starts slots on several machines: on this one as `LocalLauncher` does, on others through the system's `ssh`.
 
 Each slot has one process of ssh, and one thread, which feeds and reads all of its pipes. What must not be seen on a
-command line (the environment, and what the process reads) travels over standard input. At the start of a job the hosts
-are checked side by side, in threads that end with the check.
-"""
+command line (the environment, and what the process reads) travels over standard input."""
 
 from __future__ import annotations
 
@@ -91,10 +89,7 @@ ADVICE: tuple[tuple[str, str], ...] = (
         "give a key that the host accepts with --ssh-identity-file (or load it into ssh-agent), and a user with "
         "--ssh-user",
     ),
-    (
-        "Host key verification failed",
-        "connect once by hand and check the host's key, or add it to known_hosts",
-    ),
+    ("Host key verification failed", "connect once by hand and check its key, or add it to known_hosts"),
     *((said, "check that it is up and that its ssh port can be reached from here") for said in _SILENCE),
 )
 
@@ -114,8 +109,7 @@ class SshOptions:
             "ConnectTimeout": str(CONNECT_WITHIN),
             "ServerAliveInterval": str(ALIVE_EVERY),
             "ServerAliveCountMax": str(ALIVE_COUNT),
-            # One connection for each process, which ends with it.
-            "ControlMaster": "no",
+            "ControlMaster": "no",  # one connection for each process, which ends with it
             "ControlPath": "none",
             "ClearAllForwardings": "yes",
             "RemoteCommand": "none",
@@ -189,8 +183,7 @@ class SshProcess:
     clock: Clock  # for the deadline of the login
     on_ready: Callable[[], None] = lambda: None  # called once the host's Python runs
     _output: bytearray = field(default_factory=bytearray)  # standard output, once ready what follows READY
-    # The last lines of standard error, without empty ones.
-    _errors: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+    _errors: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))  # lines of standard error
     _partial: bytes = b""  # of the last line of standard error
     _was_ready: bool = False  # READY came: the login succeeded, and the host's Python runs
 
@@ -205,8 +198,7 @@ class SshProcess:
         )
 
     def run(self, data: bytes, ready_within: float = READY_WITHIN) -> RemoteEnd:
-        """Write `data` to the process and read it to its end. Its standard input stays open so long:
-        if this process dies, it ends."""
+        """Write `data` to the process and read it to its end. Its input stays open so long: it ends with us."""
         process, unsent = self.process, memoryview(data)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -292,11 +284,8 @@ class SshLauncher(LocalLauncher):
         self._checks: set[subprocess.Popen[bytes]] = set()
 
     def check_hosts(self, hosts: Mapping[str, int], needed: int) -> None:
-        """Try each of the other hosts; log why one cannot run workers.
-
-        needed: slots without which the job cannot begin. Raises PreflightError: the hosts that can run workers have
-        fewer slots, though all of them have enough.
-        """
+        """Try each of the other hosts, side by side; log why one cannot run workers. needed: slots for a beginning.
+        Raises PreflightError: the hosts that can run workers have fewer, though all of them have enough."""
         others = find_remote_hosts(hosts)
         if not others:
             return
@@ -387,8 +376,7 @@ class SshLauncher(LocalLauncher):
         return self._ssh.build_command(host, self.interpreter, "-I", "-S", "-c", BOOTSTRAP)
 
     def _make_header(self, what: str) -> bytes:
-        """The input of `BOOTSTRAP`, whose Python continues with these arguments and variables, in this folder if it is
-        there. what: a function of `local.slot`."""
+        """The input of `BOOTSTRAP`. what: a function of `local.slot`, with which its Python continues."""
         own = f"{sys.version_info.major}.{sys.version_info.minor}"
         python = own if self.interpreter == sys.executable else ""
         arguments = ["-c", _START, what, spark_elastic.__version__, python]
@@ -403,8 +391,7 @@ def _explain(host: str, end: RemoteEnd) -> str:
 
 
 def choose_addresses(config: ElasticConfig, others: list[str], ssh: SshOptions) -> tuple[str, str]:
-    """Where the driver's server listens, and what the workers of all hosts dial. others: hosts that are not this
-    machine; empty if they are not known yet."""
+    """Where the driver's server listens, and what workers dial. others: hosts that are other machines, if known."""
     advertise = config.advertise_address or _find_own_address([ssh.resolve(host) for host in others])
     bind = advertise if is_own_address(advertise) else ANY_ADDRESS
     return config.bind_address or bind, advertise

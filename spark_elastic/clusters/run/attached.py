@@ -108,9 +108,8 @@ class AttachedJob(JobHandle):
         if shown.get(run_board.END):
             ended: End = shown[run_board.END]
             how = "succeeded" if ended.outcome is JobOutcome.SUCCESS else ended.outcome.value
-            raise InvalidInput(
-                f"{self._describe(attempt)} has ended ({how}): nothing is left to drain or cancel."
-            )
+            job = self._describe(attempt)
+            raise InvalidInput(f"{job} has ended ({how}): nothing is left to drain or cancel.")
         name = f"{run_board.requests_folder(self._run_id)}/{attempt:06d}-{uuid.uuid4().hex}"
         self._store.write_bytes(name, run_board.encode_request(event))
 
@@ -124,11 +123,8 @@ class AttachedJob(JobHandle):
         return attempt, shown
 
     def _get_stage(self, shown: dict[str, Any]) -> str:
-        return (
-            "ended"
-            if shown.get(run_board.END)
-            else str(shown.get(run_board.STATUS, {}).get("stage", "starting"))
-        )
+        status = {"stage": "ended"} if shown.get(run_board.END) else shown.get(run_board.STATUS, {})
+        return str(status.get("stage", "starting"))
 
     def _describe(self, attempt: int) -> str:
         return f"run {self._run_id!r} ({describe_owner(self._store, self._run_id, attempt)})"

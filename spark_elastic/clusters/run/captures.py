@@ -1,8 +1,5 @@
-"""Finds objects that a function captures and that exist only on Spark's driver, such as a SparkSession.
-
-The search happens while the function is pickled, so it looks at exactly what would be shipped; errors call an object by
-its name in the user's code. Imports no Spark.
-"""
+"""Finds objects that a function captures and that exist only on Spark's driver, such as a SparkSession. It looks at
+exactly what would be shipped, while that is pickled; errors call an object by its name in the user's code."""
 
 from __future__ import annotations
 
@@ -25,11 +22,9 @@ ADVICE = {"Broadcast": "pass its value instead", "DataFrame": _COLLECT, "RDD": _
 
 
 def dumps(call: object, called: str = "", modules: dict[str, None] | None = None) -> bytes:
-    """cloudpickle of (fn, args, kwargs), or of another object that errors are to call by a name.
-
-    modules: gets the names of modules that loading it imports, in their order. Raises InvalidInput: something in it
-    lives on Spark's driver only, or cannot be pickled.
-    """
+    """cloudpickle of (fn, args, kwargs), or of another object that errors are to call by a name. modules: gets the
+    names of modules that loading it imports. Raises InvalidInput: something is Spark's driver's, or cannot be
+    pickled."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, call, called, {} if modules is None else modules).dump(call)

@@ -32,8 +32,7 @@ WATCHED = {"environ", "path", "modules"}  # of `os` and `sys`: what an import de
 
 
 def find_in_source(source: bytes, folder: str, package: str = "") -> tuple[str, ...]:
-    """The early imports (`worker.imports`) of a script or module. folder: in which its modules are searched first.
-    package: for relative imports."""
+    """The early imports of a script or module. folder: searched first. package: for relative imports."""
     return _Search(folder).list_found(lambda search: search.read_source(source, package))
 
 

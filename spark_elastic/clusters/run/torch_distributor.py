@@ -1,7 +1,4 @@
-"""`spark_elastic.TorchDistributor`: the interface of pyspark's, for programs and libraries that import that class.
-
-Runs in the caller's thread.
-"""
+"""`spark_elastic.TorchDistributor`: pyspark's interface, for programs and libraries that import that class."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.clusters.run.call import Results, RunCall, decode_results, prepare
 from spark_elastic.data.store import make_scratch_folder
-from spark_elastic.driver.discovery import FixedHosts
+from spark_elastic.driver.discovery import HostPoller
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.devices import require_gpus
@@ -78,9 +75,8 @@ class TorchDistributor:
         if is_script:
             function = Script.read(os.fspath(function), *map(str, args))
         if not callable(function):
-            raise InvalidInput(
-                f"run() takes a function or the path of a script; got a {type(function).__name__}."
-            )
+            kind = type(function).__name__
+            raise InvalidInput(f"run() takes a function or the path of a script; got a {kind}.")
         own = make_scratch_folder() if self.local_mode and self._store is None else nullcontext(self._store)
         with own as place:
             options = self._arguments.get("storage_options", {})
@@ -100,5 +96,5 @@ def _run_here(call: RunCall) -> Results[Any]:
     launcher = LocalLauncher(call.program, HostSlots(hosts), clock, call.preload)
     driver = DriverOptions(run=call.take_run())
     with call.open_output() as listener:
-        discovery = FixedHosts(hosts, clock)
+        discovery = HostPoller(lambda: hosts, clock)
         return decode_results(supervise(launcher, discovery, driver, limits, config, call.name, listener))

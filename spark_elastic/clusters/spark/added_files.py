@@ -11,6 +11,5 @@ if get_process_context().files:
     with suppress(ImportError):  # a client for Spark Connect alone has no files of Spark's
         from pyspark import SparkFiles
 
-        # What Spark's Python worker sets; there is no public way.
-        SparkFiles._root_directory = get_process_context().files
+        SparkFiles._root_directory = get_process_context().files  # as Spark's Python worker does
         SparkFiles._is_running_on_worker = True

@@ -1,9 +1,7 @@
 """A session with a SparkContext, which the driver reaches through py4j: probes, slots, and what becomes of executors.
 
-Slots are single-task jobs, one thread each, without a barrier: a lost executor fails one job alone, which the driver
-may launch again, and Spark's count of failures cannot end the training. Queued jobs make dynamic allocation add
-executors.
-"""
+Slots are single-task jobs, one thread each, without a barrier: a lost executor fails one job alone, and Spark's count
+of failures cannot end the training. Queued jobs make dynamic allocation add executors."""
 
 from __future__ import annotations
 
@@ -15,7 +13,8 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +26,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, mark_jobs
 from spark_elastic.clusters.spark.payload import Payload, broadcast, destroy
 from spark_elastic.clusters.spark.platform import JobSpec, MakeTask, SparkPlatform
-from spark_elastic.clusters.spark.probe import (
-    Probe,
-    ProbeReport,
-    Task,
-    await_probes,
-    check_reports,
-    require_report,
-)
+from spark_elastic.clusters.spark.probe import Probe, Task, await_probes, check_reports, require_report
 from spark_elastic.clusters.spark.settings import CLASSIC_PYTHON
 from spark_elastic.clusters.spark.slot_task import CONTEXT_STOPPED, classify_error
 from spark_elastic.config import ElasticConfig
@@ -75,7 +67,8 @@ class ClassicPlatform(SparkPlatform):
         return self._sc.defaultParallelism if asked is None else asked
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
-        with find_progress_bar(self._sc):
+        bar: ProgressBar = vars(self._sc).setdefault("_spark_elastic_progress_bar", ProgressBar(self._sc))
+        with bar:
             return super().launch(job, listener)
 
     def _find_address(self) -> str:
@@ -108,27 +101,18 @@ class ClassicPlatform(SparkPlatform):
             ship(self._sc)
 
 
-# ---- slots
-
-
 class SparkLauncher(ThreadPerSlotLauncher):
-    """`driver.ports.Launcher` over a SparkContext.
-
-    Slot jobs inherit the caller's job group, pool and tags, and quote its description: a dispatcher thread, which is
-    started from the caller's thread, hands its local properties on. A cancelled job is reported as such.
-    """
+    """`driver.ports.Launcher` over a SparkContext. Slot jobs inherit the caller's job group, pool and tags, and quote
+    its description: a dispatcher thread, started from the caller's, hands its local properties on."""
 
     thread_class = InheritableThread
 
     def __init__(
         self, sc: SparkContext, make_task: MakeTask, clock: Clock, profile: ResourceProfile | None = None
     ) -> None:
-        """make_task: builds the task that is shipped, once the driver listens. profile: what a slot takes of its
-        executor; None: as any task."""
+        """make_task: builds the task, once the driver listens. profile: what a slot takes; None: as any task."""
         super().__init__(clock)
-        self._sc = sc
-        self._profile = profile
-        self._make_task = make_task
+        self._sc, self._profile, self._make_task = sc, profile, make_task
         self._tag = ""
         self._launches: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._dispatcher: InheritableThread | None = None
@@ -181,18 +165,12 @@ class SparkLauncher(ThreadPerSlotLauncher):
             super().launch(launch)
 
 
-# ---- what becomes of executors
-
-
 class ExecutorWatch:
-    """`driver.ports.Discovery` by a thread that polls the scheduler's list of executors; idle in local mode.
-
-    The driver does not depend on it: slots and workers report themselves, and broken connections are seen earlier.
-    """
+    """`driver.ports.Discovery` that polls the scheduler's list of executors; idle in local mode. The driver does not
+    depend on it: slots and workers report themselves, and broken connections are seen earlier."""
 
     def __init__(self, sc: SparkContext, clock: Clock) -> None:
-        self._sc = sc
-        self._clock = clock
+        self._sc, self._clock = sc, clock
         self._closing = threading.Event()
         self._thread: InheritableThread | None = None
 
@@ -245,17 +223,11 @@ class ExecutorWatch:
         return self._sc._jsc.sc().schedulerBackend()
 
 
-# ---- checks of the hosts, before rows are materialized or slots launched
-
-
 def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) -> list[dict[str, str]]:
-    """Probe the live executors in a Spark job of short tasks; returns the facts of each.
-
-    timeout: seconds in which executors must answer; they do not count while another job of the application trains.
-    number: of workers, whose imports probes begin where they can. Raises InvalidInput: the program is too large for
-    Spark's driver. PreflightError: a host cannot run the job, or none answered. StoreError: the driver cannot write to
-    the store.
-    """
+    """Probe the live executors in a Spark job of short tasks; returns the facts of each. timeout: seconds in which they
+    must answer, but not while another job of the application trains. number: of workers, whose imports probes begin
+    where they can. Raises InvalidInput: the program is too large for Spark's driver. PreflightError: a host cannot run
+    the job, or none answered. StoreError: the driver cannot write to the store."""
     program = broadcast(sc, spec.payload, spec.what)
     try:
         with spec.open() as probe:
@@ -263,35 +235,21 @@ def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) ->
             least = min(number, sc.defaultParallelism) if has_imports else 1
             if _count_live_executors(sc) == 1:
                 probe = replace(probe, hold=0.0)
-            job = ProbeJob(f"spark_elastic-preflight-{probe.token}", timeout, number)
-            reports = _probe_executors(sc, probe.make_task(program), job, least)
-            check_reports(probe, reports)
+            job = f"spark_elastic-preflight-{probe.token}", timeout, number
+            task = probe.make_task(program)
+            reports: list[Any] = []
+            for attempt in range(1, ROUNDS + 1):
+                executors = _count_live_executors(sc)
+                if attempt == 1:
+                    announce_phase("checking the host" if executors == 1 else f"checking {executors} hosts")
+                # Spark assigns tasks to executors in turns, so that so many reach each idle one.
+                reports += map(require_report, _run_probes(sc, task, max(executors * attempt, least), *job))
+                is_refused = any(report.fault or report.unreached for report in reports)
+                if is_refused or len({report.executor for report in reports}) >= executors:
+                    break
+            return check_reports(probe, reports)
     finally:
         destroy(program)
-    return list({report.executor: report.facts for report in reports}.values())
-
-
-@dataclass(frozen=True)
-class ProbeJob:
-    """What the Spark jobs of a preflight have in common."""
-
-    tag: str  # their tag, by which they are cancelled
-    timeout: float  # seconds in which they must end
-    workers: int = 1  # number of workers that the job wants
-
-
-def _probe_executors(sc: SparkContext, task: Task, job: ProbeJob, least: int) -> list[ProbeReport]:
-    """Spark assigns tasks to executors in turns: as many tasks as executors, or `least`, reach each idle executor."""
-    reports: list[ProbeReport] = []
-    for attempt in range(1, ROUNDS + 1):
-        executors = _count_live_executors(sc)
-        if attempt == 1:
-            announce_phase("checking the host" if executors == 1 else f"checking {executors} hosts")
-        reports += map(require_report, _run_probes(sc, task, max(executors * attempt, least), job))
-        is_refused = any(report.fault or report.unreached for report in reports)
-        if is_refused or len({report.executor for report in reports}) >= executors:
-            break
-    return reports
 
 
 def _count_live_executors(sc: SparkContext) -> int:
@@ -302,46 +260,43 @@ def _count_live_executors(sc: SparkContext) -> int:
     return max(1, registered - 1)  # the driver is one of them
 
 
-def _run_probes(sc: SparkContext, task: Task, tasks: int, job: ProbeJob) -> list[Any]:
-    """Run one Spark job; cancel it if the time is over or the caller is interrupted."""
+def _run_probes(
+    sc: SparkContext, task: Task, tasks: int, tag: str, timeout: float, workers: int
+) -> list[Any]:
+    """Run one Spark job under a tag. workers: that the job of the probes wants."""
 
     def collect() -> list[Any]:
-        with mark_jobs(sc, "probes of the hosts", job.tag):
+        with mark_jobs(sc, "probes of the hosts", tag):
             try:
                 return sc.parallelize(range(tasks), tasks).mapPartitions(task).collect()
             except Exception as error:
                 raise _translate_error(error) from error
 
-    def cancel() -> None:
-        sc.cancelJobsWithTag(job.tag)
-
-    def explain() -> str | None:
-        return _explain_delay(sc, job)
-
-    return await_probes(collect, cancel, get_job_queue(sc), job.timeout, InheritableThread, explain)
+    cancel, explain = partial(sc.cancelJobsWithTag, tag), partial(_explain_delay, sc, tag, timeout, workers)
+    return await_probes(collect, cancel, get_job_queue(sc), timeout, InheritableThread, explain)
 
 
-def _explain_delay(sc: SparkContext, job: ProbeJob) -> str | None:
+def _explain_delay(sc: SparkContext, tag: str, timeout: float, workers: int) -> str | None:
     """Why the probes have not ended, in one sentence; None: it is not known."""
     try:
         tracker = sc._jsc.sc().statusTracker()
         stages = [
             tracker.getStageInfo(stage).get()
-            for number in tracker.getJobIdsForTag(job.tag)
+            for number in tracker.getJobIdsForTag(tag)
             for stage in tracker.getJobInfo(number).get().stageIds()
         ]
         running = sum(stage.numActiveTasks() for stage in stages)
         cores = sc.defaultParallelism
     except (Py4JError, AttributeError):  # users are denied access, or an older Spark
         return None
-    within = f"{job.timeout:.0f} s (start_timeout)"
+    within = f"{timeout:.0f} s (start_timeout)"
     if running:
         return (
             f"{running} probes of the hosts were still loading the program after {within}: see why imports take long "
             "there (a busy machine, Python on a network drive), or raise start_timeout."
         )
     return (
-        f"no executor took a probe within {within}, while the job wants {job.workers} slots and Spark counts {cores} "
+        f"no executor took a probe within {within}, while the job wants {workers} slots and Spark counts {cores} "
         "cores: free some of them, or raise start_timeout."
     )
 
@@ -367,10 +322,8 @@ def _translate_error(error: Exception) -> Exception:
 def ship(sc: SparkContext) -> None:
     """Send the packages, once for each SparkContext. In local mode the driver is the executor, and has them.
 
-    Spark unpacks an archive once per executor, also on later ones, into the folder that comes first in `sys.path` of
-    each Python worker: a package under its own name is importable there, compiled parts included. numpy and the
-    framework must be installed on executors, as their builds depend on the machine.
-    """
+    Spark unpacks an archive once per executor into the folder that comes first in `sys.path` of each Python worker, so
+    a package under its own name is importable there. numpy and the framework depend on the machine."""
     if str(sc.master).startswith("local"):
         return
     folder = Path(str(sc._temp_dir))  # lives as long as the SparkContext, like its archives
@@ -404,22 +357,12 @@ def _find_folder(package: str) -> Path:
     return Path(places[0])
 
 
-# ---- Spark's own progress bar
-
-
-def find_progress_bar(sc: SparkContext) -> ProgressBar:
-    """Spark's bar, which all jobs of an application pause together."""
-    bar: ProgressBar = vars(sc).setdefault("_spark_elastic_progress_bar", ProgressBar(sc))
-    return bar
-
-
 class ProgressBar:
-    """Spark's progress bar on a terminal; inside of a `with` block there is none. Blocks may overlap.
+    """Spark's progress bar on a terminal; inside of a `with` block there is none. Blocks of several jobs may overlap.
 
-    A job's slots are Spark jobs that run as long as the training does, so that the bar has nothing to say about them,
-    and it would rewrite the line in which the job shows its own progress. Spark cannot resume a stopped bar and offers
-    no way to set another one: the field is set by reflection. Where a platform refuses that, the bar stays as it is.
-    """
+    It has nothing to say about slots, which run as long as the training does, and would rewrite the line of our own
+    progress. Spark cannot resume a stopped bar and offers no way to set another one: the field is set by reflection.
+    Where a platform refuses that, the bar stays as it is."""
 
     def __init__(self, sc: SparkContext) -> None:
         self._sc = sc

@@ -22,17 +22,11 @@ from pyspark import TaskContext
 
 from spark_elastic.clock import Clock, RunningClock
 from spark_elastic.clusters import coordinator
+from spark_elastic.clusters.spark import settings as conf
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, find_own_address
 from spark_elastic.clusters.spark.payload import Payload, make_payload, make_program_payload
 from spark_elastic.clusters.spark.platform import JobSpec, MakeTask, SparkPlatform
 from spark_elastic.clusters.spark.probe import Probe, await_probes, check_reports, require_report
-from spark_elastic.clusters.spark.settings import (
-    CLASSIC_PYTHON,
-    CONNECT_PYTHON,
-    DRIVER_HOST,
-    LOOKED_AT,
-    is_ssl_enabled,
-)
 from spark_elastic.clusters.spark.slot_task import classify_error
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
@@ -60,13 +54,12 @@ RETRIED = "Spark ran the coordinator's task again"
 class ConnectPlatform(SparkPlatform):
     """Programs travel in the plan of a job or as files of the session."""
 
-    python_settings = (CONNECT_PYTHON, CLASSIC_PYTHON)
+    python_settings = (conf.CONNECT_PYTHON, conf.CLASSIC_PYTHON)
 
     def __init__(self, spark: SparkSession, config: ElasticConfig) -> None:
         super().__init__(config, spark, read_settings(spark))
         self._spark = spark
-        # The store of the coordinator's messages; None: executors reach the client, where the driver runs.
-        self._coordinator_store: Store | None = None
+        self._coordinator_store: Store | None = None  # for its messages; None: the driver runs in the client
 
     def count_workers(self, asked: int | None) -> int:
         over = "over Spark Connect"
@@ -78,7 +71,7 @@ class ConnectPlatform(SparkPlatform):
 
     def _find_address(self) -> str:
         """On the way to the server, or to Spark's driver if the session does not say where that is."""
-        driver_host = self._settings.get(DRIVER_HOST)
+        driver_host = self._settings.get(conf.DRIVER_HOST)
         if _is_classic(self._spark):  # its SparkContext is denied
             return find_address_towards(driver_host or LOOPBACK, 1)
         server = _find_server(self._spark)
@@ -86,7 +79,7 @@ class ConnectPlatform(SparkPlatform):
 
     def _probe(self, probe: Probe, number: int) -> list[dict[str, str]]:
         self.count_workers(number)
-        probe = replace(probe, peers=number, reachable_host=self._settings.get(DRIVER_HOST))
+        probe = replace(probe, peers=number, reachable_host=self._settings.get(conf.DRIVER_HOST))
         facts, unreached = preflight(self._spark, probe, self._config.start_timeout)
         if unreached is not None:
             coordinator.check_config(self._config)
@@ -113,11 +106,7 @@ class ConnectPlatform(SparkPlatform):
         return scheduler  # the session does not tell which executors there are
 
     def _drive(
-        self,
-        job: JobSpec,
-        launcher: ThreadPerSlotLauncher,
-        scheduler: GangScheduler,
-        listener: JobListener | None,
+        self, job: JobSpec, launcher: ThreadPerSlotLauncher, scheduler: GangScheduler, listener: JobListener
     ) -> LaunchResult:
         store, run, config = self._coordinator_store, job.run, self._config
         if store is None:
@@ -130,7 +119,7 @@ class ConnectPlatform(SparkPlatform):
             job.limits,
             coordinator.check_config(config),
             job.name,
-            is_ssl_enabled(self._settings),
+            conf.is_ssl_enabled(self._settings),
             self._make_probe(job.needs).make_host_check(),
             None if run is None else (run.run_id, run.attempt, run.checkpoints),
         )
@@ -139,12 +128,10 @@ class ConnectPlatform(SparkPlatform):
         # The coordinator's address and certificate follow.
         known = {"key": key, "attempt": attempt, "job_name": job.name, "commit_key": commit_key}
         spec = SlotSpec.from_config(config, address="", **known)
-        end, listener = ChannelEnd(store, folder, key, own, other), listener or JobListener()
-        client = coordinator.CoordinatorClient(
-            end, spec, launcher, scheduler, listener, RunningClock(self._clock)
-        )
+        end, clock = ChannelEnd(store, folder, key, own, other), RunningClock(self._clock)
+        client = coordinator.CoordinatorClient(end, spec, launcher, scheduler, listener, clock)
         try:
-            towards = self._settings.get(DRIVER_HOST)
+            towards = self._settings.get(conf.DRIVER_HOST)
             return client.follow(lambda: launcher.run_coordinator(task, towards), config)
         finally:
             try:
@@ -153,13 +140,10 @@ class ConnectPlatform(SparkPlatform):
                 log.warning("%s Remove it by hand.", error)
 
 
-# ---- what the session tells
-
-
 def read_settings(spark: SparkSession) -> dict[str, str]:
     """The server's settings that a job looks at."""
     settings = {}
-    for name in LOOKED_AT:
+    for name in conf.LOOKED_AT:
         try:
             value = spark.conf.get(name, None)
         except Exception as error:  # of gRPC or py4j: some servers refuse
@@ -186,13 +170,8 @@ def _find_server(spark: SparkSession) -> str | None:
 
 
 def preflight(spark: SparkSession, spec: Probe, timeout: float) -> tuple[list[dict[str, str]], str | None]:
-    """As `classic.preflight`, with as many probes as workers, which also check whether they reach one another.
-
-    Returns the facts of each executor, and why executors cannot reach the client, or None.
-
-    timeout: seconds for all probes; they do not count while another job of the application trains. Raises
-    PreflightError: a host cannot run the job, or the time was over.
-    """
+    """As `classic.preflight`, with as many probes as workers, which also check whether they reach one another. Returns
+    the facts of each executor, and why executors cannot reach the client, or None."""
     with spec.open() as probe:
         task = probe.make_task(make_payload(spark, spec.payload))
 
@@ -210,30 +189,24 @@ def preflight(spark: SparkSession, spec: Probe, timeout: float) -> tuple[list[di
 
         rows = await_probes(collect, lambda: _interrupt(spark, tag), get_job_queue(spark), timeout)
         reports = [require_report(pickle.loads(bytes(row["answer"]))) for row in rows]
-        check_reports(probe, reports, reached=False)
+        facts = check_reports(probe, reports, reached=False)
     unreached = next((report.unreached for report in reports if report.unreached is not None), None)
     if unreached is not None and spec.store is None:
-        raise PreflightError(
-            f"{unreached.removesuffix('.')}; or give a store, and the driver runs in a task."
-        )
-    return list({report.executor: report.facts for report in reports}.values()), unreached
+        advice = "or give a store, and the driver runs in a task."
+        raise PreflightError(f"{unreached.removesuffix('.')}; {advice}")
+    return facts, unreached
 
 
 class ConnectLauncher(ThreadPerSlotLauncher):
     """`driver.ports.Launcher` over a session of Spark Connect: jobs under a tag of the launcher."""
 
     def __init__(
-        self,
-        spark: SparkSession,
-        make_task: MakeTask,
-        clock: Clock,
-        profile: ResourceProfile | None = None,
+        self, spark: SparkSession, make_task: MakeTask, clock: Clock, profile: ResourceProfile | None = None
     ) -> None:
         """The arguments are those of `classic.SparkLauncher`."""
         super().__init__(clock)
         self._spark = spark
-        # Spark 3.5 has no such argument.
-        self._slot_arguments = {} if profile is None else {"profile": profile}
+        self._slot_arguments = {} if profile is None else {"profile": profile}  # Spark 3.5 lacks it
         self._make_task = make_task
         self._tag = f"spark_elastic-{secrets.token_hex(8)}"
 
@@ -250,8 +223,7 @@ class ConnectLauncher(ThreadPerSlotLauncher):
         return self._run_task(body, **self._slot_arguments)
 
     def run_coordinator(self, task: coordinator.Coordinator, towards: str | None) -> str:
-        """Run a coordinator in a task, and wait for its end. Returns how it ended. towards: a host that all executors
-        reach."""
+        """Run a coordinator in a task. Blocks; returns how it ended. towards: a host that all executors reach."""
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
@@ -272,11 +244,8 @@ class ConnectLauncher(ThreadPerSlotLauncher):
 
 
 def _run_coordinator_task(task: coordinator.Coordinator, towards: str | None) -> str:
-    """Run the coordinator in the task's first attempt. Returns how it ended.
-
-    A later attempt (a retry of Spark's, or a speculative copy) starts no coordinator. It returns only when the first is
-    gone: Spark kills the first attempt as soon as another returns.
-    """
+    """Run the coordinator in the task's first attempt. Returns how it ended. A later attempt (a retry of Spark's, or a
+    speculative copy) only waits for its end: Spark kills the first as soon as another returns."""
     context = TaskContext.get()
     if context is None or context.attemptNumber() == 0:
         task.run_driver(find_own_address(towards))

@@ -33,12 +33,8 @@ PROC = Path("/proc")
 DESCRIPTION = "spark.job.description"  # a local property of the calling thread, which Spark Connect has not
 
 
-# ---- the session
-
-
 def find_session() -> SparkSession | None:
-    """The session that is active in this thread, or else that of the process: it is active only in the thread that made
-    it."""
+    """The session that is active in this thread, which has made it, or else that of the process."""
     try:
         return SparkSession.active()
     except PySparkRuntimeError:
@@ -46,8 +42,7 @@ def find_session() -> SparkSession | None:
 
 
 def get_session(given: SparkSession | None) -> SparkSession:
-    """The given session, or the one that `find_session` finds. Raises InvalidInput: there is none, or something else
-    was given."""
+    """The given session, or the one that `find_session` finds. Raises InvalidInput: there is none."""
     chosen = find_session() if given is None else given
     if chosen is None:
         raise InvalidInput("there is no active SparkSession: create one, or pass it as spark=.")
@@ -92,8 +87,7 @@ def describe_jobs(session: SparkSession, what: str) -> Iterator[None]:
 
 @contextmanager
 def mark_jobs(sc: SparkContext, what: str, tag: str | None = None) -> Iterator[None]:
-    """Describe the jobs of this thread inside the block, with the caller's own description in brackets. tag: by which
-    these jobs can be cancelled."""
+    """Describe the jobs of this thread, with the caller's own description in brackets. tag: to cancel them by."""
     before = sc.getLocalProperty(DESCRIPTION)
     sc.setLocalProperty(DESCRIPTION, f"spark_elastic {what}{f' ({before})' if before else ''}")
     if tag is not None:
@@ -107,12 +101,8 @@ def mark_jobs(sc: SparkContext, what: str, tag: str | None = None) -> Iterator[N
                 sc.removeJobTag(tag)
 
 
-# ---- addresses
-
-
 def find_own_address(towards: str | None, proc: Path = PROC) -> str:
-    """This machine's address on the way to a host; if that host is unknown here, the address of this machine's name.
-    As `find_reachable_address`, it prefers one that other machines reach."""
+    """This machine's address on the way to a host, or else of its own name; if possible, one that others reach."""
     if towards is not None:
         try:
             return find_reachable_address(towards, 1, proc)
@@ -122,13 +112,8 @@ def find_own_address(towards: str | None, proc: Path = PROC) -> str:
 
 
 def find_reachable_address(host: str, port: int, proc: Path = PROC) -> str:
-    """This machine's address on the way to the driver.
-
-    On the driver's own machine its name may lead to a loopback address, which workers of other machines do not reach:
-    then the address under which Spark knows the executor.
-
-    Raises DriverUnreachable: there is no way to that host.
-    """
+    """This machine's address on the way to the driver. If that is a loopback address, since the driver is on this
+    machine: the one under which Spark knows the executor. Raises DriverUnreachable: there is no way to that host."""
     address = find_address_towards(host, port)
     return address if is_loopback(host) else _replace_loopback(address, proc)
 
@@ -159,8 +144,7 @@ def find_executor(proc: Path = PROC) -> tuple[list[bytes], int]:
 
 
 def collect_host_facts() -> dict[str, str]:
-    """This process's host name, the versions of the installed packages and what is known of its GPUs; imports none of
-    the packages."""
+    """This process's host name, versions of installed packages, without imports, and what is known of its GPUs."""
     own = {"python": platform.python_version(), "spark_elastic": spark_elastic.__version__}
     facts = {"host": socket.gethostname(), **own}
     for package in ("numpy", "torch", "tensorflow", "keras"):

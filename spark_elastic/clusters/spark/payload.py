@@ -103,8 +103,7 @@ def make_payload(spark: SparkSession, content: bytes) -> InlinePayload | Artifac
 
 
 def make_program_payload(spark: SparkSession, program: object) -> InlinePayload | SplitPayload:
-    """A payload with a pickled program. The secrets that stay out of files are the values of the program's environment
-    and its stores with their options."""
+    """A payload with a pickled program. Its environment and its stores with their options stay out of files."""
     content = pickle_for_workers(program)
     if len(content) <= INLINE_AT_MOST:
         return InlinePayload(content)

@@ -13,17 +13,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.clock import SystemClock
+from spark_elastic.clusters.spark import settings as conf
 from spark_elastic.clusters.spark.payload import Payload
 from spark_elastic.clusters.spark.probe import Probe
-from spark_elastic.clusters.spark.settings import (
-    EXECUTOR_GPUS,
-    check_settings,
-    find_harmful_settings,
-    is_ssl_enabled,
-    make_slot_profile,
-    read_executor_memory,
-    warn_about_settings,
-)
 from spark_elastic.clusters.spark.slot_task import SlotTask
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
@@ -68,23 +60,18 @@ class JobSpec:
 class SparkPlatform(ABC):
     """Where a job runs: a session."""
 
-    # Prefixes of the settings for the Python processes in which slots run: the first that is set counts.
-    python_settings: tuple[str, ...]
+    python_settings: tuple[str, ...]  # prefixes of settings for slots' Python; the first that is set counts
 
     def __init__(self, config: ElasticConfig, application: Any, settings: Mapping[str, str]) -> None:
-        """application: the object that the jobs of the application share, the SparkContext or the session. settings:
-        Spark's, as far as the session can see them."""
-        self._config = config
-        self._application = application
-        self._settings = settings
+        """application: the SparkContext or session, which its jobs share. settings: Spark's, as far as known."""
+        self._config, self._application, self._settings = config, application, settings
         self._clock = SystemClock()
 
     # ---- what differs between the kinds of sessions
 
     @abstractmethod
     def count_workers(self, asked: int | None) -> int:
-        """How many workers are wanted at the start. Raises InvalidInput: none were asked for, and their number cannot
-        be looked up."""
+        """How many workers are wanted at the start. Raises InvalidInput: it cannot be looked up."""
 
     @abstractmethod
     def _find_address(self) -> str:
@@ -123,12 +110,12 @@ class SparkPlatform(ABC):
 
     def check_settings(self) -> None:
         """Raises InvalidInput: with these settings of Spark or of the driver no job works."""
-        check_settings(self._settings, self.python_settings)
-        check_driver_settings(self._config, is_ssl_enabled(self._settings))
+        conf.check_settings(self._settings, self.python_settings)
+        check_driver_settings(self._config, conf.is_ssl_enabled(self._settings))
 
     def list_warnings(self) -> list[str]:
         """Settings of the session that harm jobs without preventing them, in a sentence each."""
-        return find_harmful_settings(self._settings, self._find_plaintext_server())
+        return conf.find_harmful_settings(self._settings, self._find_plaintext_server())
 
     def preflight(
         self,
@@ -139,18 +126,16 @@ class SparkPlatform(ABC):
         what: str,
         imports: tuple[str, ...] = (),
     ) -> list[dict[str, str]]:
-        """Check that hosts can run the job: see `probe`. Returns the facts of each executor.
-
-        payload: the pickled program; what: the same in words, for errors. number: of workers. imports: early imports of
-        the program; the checks start the fork servers from which workers will come.
-        """
+        """Check that hosts can run the job: see `probe`. Returns the facts of each executor. payload: the pickled
+        program; what: the same in words. imports: early ones of the program; the checks start the fork servers that
+        workers come from."""
         probe = replace(
             self._make_probe(needs),
             payload=payload,
             store=store,
             bind=self._choose_bind(),
             what=what,
-            encrypted=auth.is_tls_enabled(self._config, is_ssl_enabled(self._settings)),
+            encrypted=auth.is_tls_enabled(self._config, conf.is_ssl_enabled(self._settings)),
             slot=SlotSpec.from_config(self._config, address="", key=b"", attempt=0, imports=imports),
         )
         return self._probe(probe, number)
@@ -160,33 +145,30 @@ class SparkPlatform(ABC):
         settings, config = self._settings, self._config
         if not job.name:
             job = replace(job, name=f"{settings.get('spark.app.name', 'fit')}-{secrets.token_hex(2)}")
-        warn_about_settings(settings, self._application, self._find_plaintext_server())
-        memory = read_executor_memory(settings, config.device, config.slots_per_gpu)
+        conf.warn_about_settings(settings, self._application, self._find_plaintext_server())
+        gpus = config.device, config.slots_per_gpu
+        memory = conf.read_executor_memory(settings, *gpus)
         with self._ship(job.program) as program:
 
             def make_task(spec: SlotSpec) -> SlotTask:
                 return SlotTask(replace(spec, preload=job.preload, imports=job.imports), program, memory)
 
-            profile = make_slot_profile(settings, self._check_profile, config.device, config.slots_per_gpu)
+            profile = conf.make_slot_profile(settings, self._check_profile, *gpus)
             launcher = self._make_launcher(make_task, profile)
             queue = get_job_queue(self._application)
             scheduler = GangScheduler(queue, job.name, job.limits, self._clock)
             with scheduler.alive_lock, scheduler:
-                return self._drive(job, launcher, scheduler, listener)
+                return self._drive(job, launcher, scheduler, listener or JobListener())
 
     def _drive(
-        self,
-        job: JobSpec,
-        launcher: ThreadPerSlotLauncher,
-        scheduler: GangScheduler,
-        listener: JobListener | None,
+        self, job: JobSpec, launcher: ThreadPerSlotLauncher, scheduler: GangScheduler, listener: JobListener
     ) -> LaunchResult:
         """Drive the job from this process."""
         bind = self._choose_bind()
         options = DriverOptions(
             bind=bind.host,
             advertise=bind.advertise,
-            encrypted=is_ssl_enabled(self._settings),
+            encrypted=conf.is_ssl_enabled(self._settings),
             check_host=self._make_probe(job.needs).make_host_check(),
             run=job.run,
             scheduler=scheduler,
@@ -202,5 +184,5 @@ class SparkPlatform(ABC):
 
     def _make_probe(self, needs: tuple[str, ...]) -> Probe:
         """What a job that uses these frameworks needs of its hosts."""
-        assigned = int(self._settings.get(EXECUTOR_GPUS, "0")) > 0
+        assigned = int(self._settings.get(conf.EXECUTOR_GPUS, "0")) > 0
         return Probe(needs=needs, device=self._config.device, assigned=assigned)

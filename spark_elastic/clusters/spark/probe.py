@@ -70,12 +70,10 @@ class Probe:
     encrypted: bool = False  # workers talk inside TLS
     device: str = "auto"  # the setting of the job
     assigned: bool = False  # whether Spark gives GPUs to the job's slots
-    # How the job's slots start workers, without the driver's address and the job's key; None: not known.
-    slot: SlotSpec | None = None
+    slot: SlotSpec | None = None  # how slots start workers, without address and key; None: not known
     hold: float = HOLD_SECONDS  # seconds for which a probe keeps its core at least
     peers: int = 0  # number of probes that check whether they reach one another; 0: not checked
-    # A host that all executors reach: their own addresses are those on the way to it.
-    reachable_host: str | None = None
+    reachable_host: str | None = None  # executors' own addresses are those on the way to it
     token: str = ""  # from `open`: names this preflight's objects in the store
     driver: str | None = None  # from `open`: the address that workers will dial
 
@@ -126,8 +124,7 @@ class Probe:
         checks: tuple[Callable[[], str | None], ...] = (
             lambda: self._check_program(program),
             lambda: self._check_store(name),
-            self._check_encryption,
-            self._check_interface,
+            self._check_network,
             self._check_peers,
         )
         fault = next((said for check in checks if (said := check())), None)
@@ -169,13 +166,11 @@ class Probe:
             return f" cannot write to the store {url} ({kind}: {error}): give it the right to."
         return None if is_same else f" reads something else than it wrote in the store {url}."
 
-    def _check_encryption(self) -> str | None:
+    def _check_network(self) -> str | None:
         from spark_elastic.worker.entry import find_tls_problem
 
-        refused = find_tls_problem() if self.encrypted else None
-        return refused and f": {refused}, or set tls=False."
-
-    def _check_interface(self) -> str | None:
+        if self.encrypted and (refused := find_tls_problem()):
+            return f": {refused}, or set tls=False."
         try:
             if self.slot is not None and self.slot.network_interface:
                 find_interface_address(self.slot.network_interface)
@@ -210,13 +205,8 @@ class Probe:
 
 
 def find_unreachable_peer(store: Store, folder: str, address: str, expected: int, clock: Clock) -> str | None:
-    """Exchange addresses with the other probes of a job through a folder of the store, and dial each.
-
-    Blocks for a few seconds at most. Returns the address of one that cannot be dialled, or None, also where probes do
-    not run at the same time.
-
-    address: of this probe. expected: number of probes, this one included.
-    """
+    """Exchange addresses with the other of `expected` probes through a folder of the store, and dial each. Blocks for a
+    few seconds. Returns an address that cannot be dialled; None also where probes do not run together."""
 
     def wait_for_names(ending: str, count: int) -> set[str]:
         """The names with that ending, as soon as there are `count`, or those that are there after a while."""
@@ -264,12 +254,9 @@ def await_probes(
     make_thread: Callable[..., threading.Thread] = threading.Thread,
     explain: Callable[[], str | None] = lambda: None,
 ) -> list[Any]:
-    """Run a job of probes in a thread of its own; cancel it if the time is over or the caller is interrupted.
-
-    collect: runs the job and returns its rows. timeout: seconds; they do not count while another job of the application
-    trains. explain: what the cluster was doing when the time was over, if that is known; called before `cancel`. Raises
-    PreflightError: the time was over. Exception: what `collect` raised.
-    """
+    """Run a job of probes in a thread of its own; cancel it if the time is over or the caller is interrupted. timeout:
+    seconds; they do not count while another job of the application trains. explain: what the cluster was doing when the
+    time was over, if that is known; called before `cancel`. Raises PreflightError: the time was over."""
     collected: Future[list[Any]] = Future()
 
     def work() -> None:
@@ -295,12 +282,8 @@ def await_probes(
     return collected.result(0)
 
 
-# ---- what the reports of probes mean for a job
-
-
 def require_report(answer: Any) -> ProbeReport:
-    """The answer of a probe. Raises PreflightError: the host has no spark_elastic, so that the probe could not be
-    loaded."""
+    """The answer of a probe. Raises PreflightError: it could not be loaded, as the host has no spark_elastic."""
     if isinstance(answer, ProbeReport):
         return answer
     host, reason, interpreter = answer
@@ -312,9 +295,9 @@ def require_report(answer: Any) -> ProbeReport:
     )
 
 
-def check_reports(probe: Probe, reports: list[ProbeReport], reached: bool = True) -> None:
-    """Check what all hosts found. reached: hosts must reach the driver. Raises PreflightError: a host has a fault, or
-    the driver does not see what a host wrote to the store."""
+def check_reports(probe: Probe, reports: list[ProbeReport], reached: bool = True) -> list[dict[str, str]]:
+    """Check what all hosts found; returns the facts of each executor. reached: hosts must reach the driver. Raises
+    PreflightError: a host has a fault, or the driver does not see what a host wrote to the store."""
     # Versions first: they explain why a program does not load.
     faults = [*map(probe.make_host_check(), (report.facts for report in reports))]
     faults += [report.fault for report in reports]
@@ -330,6 +313,7 @@ def check_reports(probe: Probe, reports: list[ProbeReport], reached: bool = True
             raise PreflightError(
                 f"the driver does not see what host {report.facts['host']} wrote to the store {store.url}: {SHARE}"
             ) from error
+    return list({report.executor: report.facts for report in reports}.values())
 
 
 # Package -> how many leading parts of its version must be equal; None: all of it. spark_elastic exactly (hosts speak

@@ -11,6 +11,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 
@@ -20,6 +21,7 @@ from spark_elastic.rendezvous.addresses import is_loopback
 
 log = logging.getLogger("spark_elastic.spark")
 
+Settings: TypeAlias = Mapping[str, str]  # of Spark, by their names
 DRIVER_HOST = "spark.driver.host"
 EXECUTOR_GPUS = "spark.executor.resource.gpu.amount"
 TASK_GPUS = "spark.task.resource.gpu.amount"
@@ -31,21 +33,16 @@ YARN_DEFAULT = "spark.executor.maxNumFailures"
 YARN_OLD = "spark.yarn.max.executor.failures"
 VALIDITY = ("spark.executor.failuresValidityInterval", "spark.yarn.executor.failuresValidityInterval")
 ADDRESS_SPACE = "spark.executor.pyspark.memory"
-# After so many seconds in which a Python process sent Spark nothing, Spark may kill it.
-IDLE_TIMEOUT, IDLE_KILL = "idleTimeoutSeconds", "killOnIdleTimeout"
+IDLE_TIMEOUT, IDLE_KILL = "idleTimeoutSeconds", "killOnIdleTimeout"  # of processes that send Spark nothing
 CLASSIC_PYTHON, CONNECT_PYTHON = "spark.python.worker.", "spark.sql.execution.pyspark.udf."
 # Each of these encrypts what Spark's driver sends to executors, tasks included.
-ENCRYPTION = (
-    "spark.network.crypto.enabled",
-    "spark.authenticate.enableSaslEncryption",
-    "spark.ssl.rpc.enabled",
-)
+CRYPTO = ("spark.network.crypto.enabled", "spark.authenticate.enableSaslEncryption", "spark.ssl.rpc.enabled")
 # All settings that a job looks at.
 LOOKED_AT = (
     *("spark.app.name", "spark.master", DRIVER_HOST, "spark.ssl.enabled", "spark.task.cpus"),
     *(EXECUTOR_GPUS, TASK_GPUS, "spark.executor.cores", "spark.executor.memory", ADDRESS_SPACE),
     *("spark.executor.memoryOverhead", "spark.executor.memoryOverheadFactor"),
-    *("spark.kubernetes.memoryOverheadFactor", YARN_DEFAULT, YARN_OLD, *VALIDITY, *ENCRYPTION),
+    *("spark.kubernetes.memoryOverheadFactor", YARN_DEFAULT, YARN_OLD, *VALIDITY, *CRYPTO),
     *(prefix + name for prefix in (CONNECT_PYTHON, CLASSIC_PYTHON) for name in (IDLE_KILL, IDLE_TIMEOUT)),
 )
 
@@ -83,7 +80,7 @@ def find_harmful_settings(settings: Mapping[str, str], plain: str | None = None)
     host of a Spark Connect server to which the session speaks without TLS."""
     master = settings.get("spark.master", "local")
     is_local = master.startswith("local") or is_loopback(settings.get(DRIVER_HOST, ""))
-    is_encrypted = any(settings.get(name, "false").lower() == "true" for name in ENCRYPTION)
+    is_encrypted = any(settings.get(name, "false").lower() == "true" for name in CRYPTO)
     limit = settings.get(YARN_DEFAULT, settings.get(YARN_OLD))
     is_high = limit is not None and limit.isdigit() and int(limit) >= FEW_FAILURES
     failures = "few executors (twice their number by default)" if limit is None else f"{limit} executors"
@@ -137,10 +134,8 @@ class ExecutorMemory:
         self, worker: int, spare: int | None = None, server: int | None = None, proc: Path = Path("/proc")
     ) -> str | None:
         """Why the processes of the executor's slots will not fit, if all slots are like this one; None if they do.
-
-        worker: a process id, as the other arguments. spare: None: none runs yet, and it will be like the worker.
-        server: the fork server of worker and spare; None: they are spawned.
-        """
+        Process ids: spare: None: none runs, and it will be like the worker. server: the fork server; None: there is
+        none."""
         try:
             mapped = int((proc / str(worker) / "statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
             pids = [worker, worker if spare is None else spare] + ([] if server is None else [server])
@@ -179,11 +174,8 @@ def explain_shortage(
     )
 
 
-def read_executor_memory(
-    settings: Mapping[str, str], device: str = "auto", slots_per_gpu: int = 1
-) -> ExecutorMemory:
-    """What the settings of an application grant. YARN and Kubernetes limit the overhead, other managers do not. device,
-    slots_per_gpu: of the job's `ElasticConfig`."""
+def read_executor_memory(settings: Settings, device: str = "auto", slots_per_gpu: int = 1) -> ExecutorMemory:
+    """What the settings of an application grant. YARN and Kubernetes limit the overhead, other managers do not."""
     heap = parse_size(settings.get("spark.executor.memory", "1g"))
     cores, cpus = settings.get("spark.executor.cores", "1"), settings.get("spark.task.cpus", "1")
     slots = max(1, int(cores) // max(1, int(cpus)))
@@ -219,10 +211,8 @@ def _mib(amount: int) -> str:
 
 
 def choose_gpus_of_slot(settings: Mapping[str, str], device: str, slots_per_gpu: int) -> float | None:
-    """The GPUs that a slot asks Spark for; None: as many as Spark's own tasks get, which is right.
-
-    A slot takes a whole GPU, or the part that the job asks for, also where Spark's own tasks get none or share them.
-    """
+    """The GPUs that a slot asks Spark for: a whole one, or the part that the job asks for, also where Spark's own tasks
+    get none or share them. None: as many as Spark's own tasks get, which is right."""
     if int(settings.get(EXECUTOR_GPUS, "0")) == 0:
         return None
     wanted = 0.0 if device == "cpu" else 1 / slots_per_gpu
@@ -232,13 +222,9 @@ def choose_gpus_of_slot(settings: Mapping[str, str], device: str, slots_per_gpu:
 
 
 def make_slot_profile(
-    settings: Mapping[str, str],
-    take: Callable[[ResourceProfile], object],
-    device: str = "auto",
-    slots_per_gpu: int = 1,
+    settings: Settings, take: Callable[[ResourceProfile], Any], device: str = "auto", slots_per_gpu: int = 1
 ) -> ResourceProfile | None:
-    """The resource profile of slots; None: the application's own. take: makes Spark accept a profile, or raises.
-    device, slots_per_gpu: of the job's `ElasticConfig`."""
+    """The resource profile of slots; None: the application's own. take: makes Spark accept a profile, or raises."""
     if device == "cpu" and int(settings.get(EXECUTOR_GPUS, "0")):
         log.warning("executors have GPUs, which this job leaves idle: it trains on the CPU (device='cpu')")
     gpus = choose_gpus_of_slot(settings, device, slots_per_gpu)

@@ -1,8 +1,6 @@
-"""The body of a slot launch, which runs the slot's agent inside Spark's Python worker, and how its Spark job ended.
-
-The body runs in the main thread of the task. It catches every error and returns a sentence: Spark would count a raised
-error as a task failure, and the driver alone decides what is launched again.
-"""
+"""The body of a slot launch, which runs the slot's agent inside Spark's Python worker, and how its Spark job ended. It
+catches every error and returns a sentence: Spark would count a raised error as a task failure, and the driver alone
+decides what is launched again."""
 
 from __future__ import annotations
 
@@ -14,12 +12,7 @@ from pathlib import Path
 from pyspark import TaskContext
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.clusters.spark.host_facts import (
-    PROC,
-    collect_host_facts,
-    find_executor,
-    find_reachable_address,
-)
+from spark_elastic.clusters.spark import host_facts
 from spark_elastic.clusters.spark.payload import Payload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
 from spark_elastic.driver.ports import SlotOutcome
@@ -53,7 +46,7 @@ class SlotTask:
 
         context = TaskContext.get()
         assert context is not None
-        address = find_reachable_address(*split_address(self.spec.address))
+        address = host_facts.find_reachable_address(*split_address(self.spec.address))
         host, host_pid = find_host(address)
         identity = SlotIdentity(
             slot=SlotId.build(launch, context.attemptNumber()),
@@ -66,20 +59,17 @@ class SlotTask:
         payload, clock, spec = self.program.value, SystemClock(), self.spec
         known = spec.address, spec.key, spec.attempt, clock
         with RendezvousClient(*known, certificate=spec.certificate) as client:
-            facts, shortage = collect_host_facts(), self.memory.find_shortage
+            facts, shortage = host_facts.collect_host_facts(), self.memory.find_shortage
             return SlotAgent(spec, identity, payload, client, clock, facts, shortage).run()
 
 
-def find_host(address: str, proc: Path = PROC) -> tuple[str, int]:
+def find_host(address: str, proc: Path = host_facts.PROC) -> tuple[str, int]:
     """Spark's id of the executor that this task runs in, "driver" in local mode, and the process id of its JVM.
 
-    Spark does not tell Python workers. The id stands in the command line of the executor, an ancestor of this process.
-    Where platforms hide it, the address and the boot of this machine make the id: containers of one machine share the
-    boot, those of several machines may share the address. The process id is then 0.
-
-    address: this machine's own, on the way to the driver.
-    """
-    words, pid = find_executor(proc)
+    Spark does not tell Python workers: the id stands in the command line of their ancestor. Where platforms hide it,
+    this machine's address and boot make the id: containers of one machine share the boot, those of several may share
+    the address. The process id is then 0."""
+    words, pid = host_facts.find_executor(proc)
     if b"--executor-id" in words:
         return words[words.index(b"--executor-id") + 1].decode(), pid
     return ("driver", pid) if pid else (f"{address}-{_read_boot(proc)}", 0)
@@ -91,8 +81,6 @@ def _read_boot(proc: Path) -> str:
     except OSError:  # hidden, too
         return socket.gethostname()
 
-
-# ---- how Spark says that a job ended
 
 CANCELLED = (
     *("SPARK_JOB_CANCELLED", "cancelled job", "cancelled part of", "was cancelled", "JOB_GROUP_CANCELLED"),

@@ -1,9 +1,4 @@
-"""From Parquet and Arrow to numpy arrays, without a copy where the layout allows it.
-
-Maps Arrow's types to numpy's, checks that all rows have one shape or makes views of ragged ones, opens Parquet files
-and reads their footers, and decodes what petastorm's codecs encode. Pillow or OpenCV is imported for images alone.
-Any thread.
-"""
+"""From Parquet and Arrow to numpy arrays, without a copy where the layout allows it. Any thread."""
 
 from __future__ import annotations
 
@@ -28,15 +23,13 @@ from spark_elastic.errors import InvalidInput, StoreError
 
 ColumnArrays = dict[str, npt.NDArray[np.generic]]
 
-# pyarrow 15 and newer
-HAS_CHECKSUMS = "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters
+HAS_CHECKSUMS = "page_checksum_verification" in inspect.signature(pq.ParquetFile).parameters  # pyarrow 15
 VERIFIED = {"page_checksum_verification": True} if HAS_CHECKSUMS else {}  # options of a reader
 CHECKSUMS = {"write_page_checksum": True} if HAS_CHECKSUMS else {}  # options of a writer
 
 
 Array = npt.NDArray[np.generic]
-# Spark's ML vector, as Spark writes it: type 0 is sparse, 1 dense.
-_VECTOR_FIELDS = ("type", "size", "indices", "values")
+_VECTOR_FIELDS = ("type", "size", "indices", "values")  # Spark's ML vector; type 0 is sparse, 1 dense
 
 
 def is_vector(arrow: pa.DataType) -> bool:
@@ -48,8 +41,7 @@ def is_list(arrow: pa.DataType) -> bool:
 
 
 def to_plain_type(arrow: pa.DataType) -> pa.DataType:
-    """The type without what the files of one column may differ in: how Arrow keeps the values in memory, whether there
-    may be nulls, and the unit and the name of the zone of times."""
+    """The type without what the files of one column may differ in: memory layout, nulls, units and zones' names."""
     if types.is_dictionary(arrow):
         return to_plain_type(arrow.value_type)
     if is_list(arrow):
@@ -62,8 +54,7 @@ def to_plain_type(arrow: pa.DataType) -> pa.DataType:
 
 
 def drop_views(values: Any) -> Any:
-    """A column without views of strings and bytes, which Arrow neither filters nor compares. Files of deltalake have
-    them after an update or a deletion."""
+    """A column without views, as deltalake updates files, which Arrow neither filters nor compares."""
     return values.cast(to_plain_type(values.type)) if _has_views(values.type) else values
 
 
@@ -90,16 +81,15 @@ def dtype_of(arrow: pa.DataType) -> str | None:
 def decode_columns(
     found: Mapping[str, Any], rows: int, columns: tuple[Column, ...], constants: Mapping[str, str]
 ) -> ColumnArrays:
-    """Column -> read-only array (rows, *shape); ValueError for nulls, with their number, or rows of another shape.
+    """Column -> read-only array (rows, *shape); ValueError for nulls, or rows of another shape. found: values in Arrow.
+    constants: columns that have one value, and are not in the file."""
 
-    found: column -> its values in Arrow. constants: columns that have one value, and are not in the file.
-    """
-    return {
-        column.name: _to_array(found[column.name], column, rows)
-        if column.name in found
-        else repeat_constant(constants[column.name], column, rows)
-        for column in columns
-    }
+    def decode(column: Column) -> Array:
+        if column.name in found:
+            return _to_array(found[column.name], column, rows)
+        return repeat_constant(constants[column.name], column, rows)
+
+    return {column.name: decode(column) for column in columns}
 
 
 def repeat_constant(text: str, column: Column, rows: int) -> Array:
@@ -143,9 +133,7 @@ def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) ->
             first = _find_first(values, length, column)
             values = values.values.slice(first, len(values) * length)
         if len(values) != rows * math.prod(column.shape):
-            raise ValueError(
-                f"column {column.name!r} is not the {rows} rows of shape {column.shape} it should be"
-            )
+            raise ValueError(f"column {column.name!r} has not {rows} rows of shape {column.shape}")
         array = _to_elements(values, column.name, column.dtype)
     array = array.reshape(rows, *column.shape)
     array.flags.writeable = False
@@ -189,8 +177,7 @@ def _to_numbers(values: Any) -> Array:
 
 
 def _find_first(values: Any, length: int, column: Column) -> Any:
-    """Where the first row begins. Each row's length is checked: wrong ones may have the right sum, and the rows would
-    be mixed up."""
+    """Where the first row begins. Each row's length is checked: wrong ones may have the right sum."""
     if not is_list(values.type):
         raise ValueError(f"column {column.name!r} is {values.type}, no array of shape {column.shape}")
     if types.is_fixed_size_list(values.type):
@@ -201,7 +188,7 @@ def _find_first(values: Any, length: int, column: Column) -> Any:
         first, same = offsets[0], np.array_equal(offsets, np.arange(len(values) + 1) * length + offsets[0])
     if not same:
         raise ValueError(
-            f"column {column.name!r} has arrays of a length other than {length}: pad or cut them to one length"
+            f"column {column.name!r} has arrays of a length other than {length}: pad or cut them"
         )
     return first
 
@@ -234,14 +221,8 @@ def open_parquet(
 ) -> pq.ParquetFile:
     """Open a Parquet file over `source`, which the caller closes. Spark's timestamps (INT96) are read as microseconds:
     Arrow's nanoseconds overflow outside of the years 1677 to 2262. Pages are checked by their checksums, if any."""
-    return pq.ParquetFile(
-        source,
-        metadata=footer,
-        pre_buffer=pre_buffer,
-        buffer_size=buffer_size,
-        coerce_int96_timestamp_unit="us",
-        **VERIFIED,
-    )
+    options = {"pre_buffer": pre_buffer, "buffer_size": buffer_size, "coerce_int96_timestamp_unit": "us"}
+    return pq.ParquetFile(source, metadata=footer, **options, **VERIFIED)
 
 
 FOOTER_BYTES = 64 << 10  # one read of so many gets nearly every footer
@@ -327,8 +308,7 @@ def _decode_ndarray(encoded: bytes) -> npt.NDArray[Any]:
 
 
 def _decode_image(encoded: bytes) -> npt.NDArray[Any]:
-    """An image as (height, width) or (height, width, 3) in the order red, green, blue, by OpenCV, which is petastorm's
-    own, else by Pillow."""
+    """An image as (height, width) or (height, width, 3) in red, green, blue, by OpenCV as petastorm, or Pillow."""
     try:
         import cv2
     except ImportError:
@@ -348,8 +328,7 @@ def _decode_with_pillow(encoded: bytes) -> npt.NDArray[Any]:
         from PIL import Image
     except ImportError:
         raise InvalidInput(
-            "The data set has compressed images, and neither Pillow nor OpenCV is installed here: pip install pillow, "
-            "on the executors' hosts, too."
+            "The data set has images, and neither Pillow nor OpenCV is here: pip install pillow, on all hosts."
         ) from None
     with Image.open(io.BytesIO(encoded)) as image:
         return np.asarray(image)

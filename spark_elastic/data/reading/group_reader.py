@@ -44,10 +44,8 @@ from spark_elastic.errors import StoreError
 
 
 class Reader(ABC):
-    """Reads row groups of a data set, by their number in its manifest. Any thread may fetch.
-
-    columns: all, if none are named. cache_bytes: for decoded row groups; a data set that fits is read once.
-    """
+    """Reads row groups of a data set, by their number in its manifest. Any thread may fetch. columns: None: all.
+    cache_bytes: for decoded row groups; a data set that fits is read once."""
 
     def __init__(
         self,
@@ -63,8 +61,7 @@ class Reader(ABC):
         self._groups = RowGroupCache(cache_bytes)
 
     def fetch(self, group: int) -> ColumnArrays:
-        """Column -> array of shape (rows, *shape), read-only: it may be a view of shared memory. StoreError where the
-        row group cannot be read."""
+        """Column -> read-only array (rows, *shape), maybe a view of shared memory. Raises StoreError."""
         return self._groups.fetch(group, self._decode)
 
     def prefetch(self, group: int) -> bool:
@@ -125,11 +122,11 @@ class ArrowReader(Reader):
     def announce(self, groups: Iterable[int]) -> None:
         # Parts of one row group are read together, when the first is needed.
         if self._remote is not None:
-            entries = ((group, self._manifest.row_groups[group]) for group in groups)
+            entries = [
+                (group, self._manifest.row_groups[group]) for group in groups if group not in self._groups
+            ]
             self._remote.announce(
-                (group, self._find_names(entry.file))
-                for group, entry in entries
-                if not entry.parent_rows and group not in self._groups
+                (group, self._find_names(e.file)) for group, e in entries if not e.parent_rows
             )
 
     def release(self, group: int | None = None) -> None:
@@ -154,9 +151,7 @@ class ArrowReader(Reader):
             # None: all columns are constants, of which nothing is read.
             names = {stored: own for stored, own in wanted.items() if stored in there}
             if names and rows.num_rows != entry.stored_rows:
-                raise ValueError(
-                    f"it has {rows.num_rows} rows, not the {entry.stored_rows} rows of the manifest"
-                )
+                raise ValueError(f"it has {rows.num_rows} rows, not the manifest's {entry.stored_rows}")
             if names and entry.keep_mask is not None:
                 rows = rows.filter(pa.array(entry.keep_mask))
             found = zip(rows.schema.names, rows.columns, strict=True)
@@ -170,9 +165,8 @@ class ArrowReader(Reader):
             reason = f"{type(error).__name__}: {error}"
             if "CRC checksum" in reason:  # Arrow has no class for it
                 reason = (
-                    "its bytes are not those that were written, by their checksum: bring the file back, or write the "
-                    f"table again; rows that fit has written are written anew once {name.rpartition('/')[0]} is "
-                    "removed, in another run"
+                    "its bytes are not those that were written, by their checksum: bring the file back; rows that fit "
+                    f"has written are written anew once {name.rpartition('/')[0]} is removed, in another run"
                 )
             raise StoreError(
                 f"Cannot read row group {entry.index} of {name!r} in the store {self._store.url} ({reason})."
@@ -264,11 +258,9 @@ class RemoteGroups:
     def __init__(self, store: Store, client: RetryingClient, manifest: Manifest) -> None:
         self._store, self.client, self._manifest = store, client, manifest
         self._changed = threading.Lock()
-        # Row groups that will be needed, in this order, with the names of their columns in the file.
-        self._wanted: dict[int, Collection[str]] = {}
+        self._wanted: dict[int, Collection[str]] = {}  # row groups in order -> names of columns in the file
         self._reading: dict[int, Future[LoadedGroup]] = {}
-        # Reads of footers by file, under way or done. Only fsspec's thread adds one.
-        self.footers: dict[int, asyncio.Task[Footer]] = {}
+        self.footers: dict[int, asyncio.Task[Footer]] = {}  # by file; only fsspec's thread adds one
 
     def announce(self, groups: Iterable[tuple[int, Collection[str]]]) -> None:
         """Row groups that will be taken soon, in this order, and the columns that will be needed of each."""

@@ -11,10 +11,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -61,34 +60,6 @@ def read_lengths(reader: Reader, manifest: Manifest, packing: Packing) -> list[I
     return found
 
 
-def pack_manifest(
-    manifest: Manifest, packing: Packing, columns: tuple[Column, ...], lengths: Sequence[Int64s]
-) -> Manifest:
-    """The packed data set. columns: `describe_packed`. lengths: `read_lengths`."""
-    every = np.concatenate(lengths)
-    overlong = check_lengths(every, packing)
-    if overlong:
-        cut = {"split": "are split", "truncate": "lose their ends"}[packing.overlong]
-        told = overlong, len(every), packing.length, cut
-        log.warning("%d of %d documents have more than %d tokens and %s", *told)
-    cuts, sequences = pack_groups(lengths, packing)
-    groups, fields = manifest.row_groups, asdict(packing)
-    digest = hashlib.sha256(json.dumps([manifest.hash, fields], sort_keys=True).encode()).hexdigest()[:32]
-    windows = [
-        RowGroup(int(groups.file[first]), window, sequences[window], int(groups.bytes[first:past].sum()))
-        for window, (first, past) in enumerate(pairwise(cuts))
-    ]
-    tokens = (np.minimum(every, packing.length) if packing.overlong == "truncate" else every).sum()
-    return replace(
-        manifest,
-        columns=columns,
-        row_groups=RowGroups.of(windows),
-        fingerprint=f"{manifest.fingerprint}-{digest}",
-        content=digest,
-        packed=PackedSource(manifest, fields, cuts, len(every), overlong, int(tokens)),
-    )
-
-
 def describe_packed(manifest: Manifest, packing: Packing) -> tuple[Column, ...]:
     """The columns of sequences. Raises InvalidInput for a column that has no arrays of numbers."""
     found = {}
@@ -105,23 +76,17 @@ def describe_packed(manifest: Manifest, packing: Packing) -> tuple[Column, ...]:
 
 
 class PackedReader(Reader):
-    """Reads row groups of a packed data set."""
+    """Reads row groups of a packed data set, by a reader of that name of its documents."""
 
     def __init__(
-        self,
-        store: Store,
-        manifest: Manifest,
-        columns: Sequence[str] | None,
-        cache_bytes: int,
-        open_documents: Callable[[Manifest, Sequence[str]], Reader],
+        self, name: str, store: Store, manifest: Manifest, columns: Sequence[str] | None, cache_bytes: int
     ) -> None:
-        """open_documents: opens a reader of the data set that was packed, over these columns."""
         super().__init__(store, manifest, columns, cache_bytes)
         assert manifest.packed is not None
         self._source, self._packing = manifest.packed, Packing(**manifest.packed.packing)
         own = [column.name for column in self.columns]
-        names = [name for name in self._packing.sources if name == self._packing.column or name in own]
-        self._documents = open_documents(self._source.manifest, names)
+        needed = [each for each in self._packing.sources if each == self._packing.column or each in own]
+        self._documents = open_reader(name, store, self._source.manifest, needed, cache_bytes=0)
 
     def announce(self, groups: Iterable[int]) -> None:
         wanted = (self._list_groups(group) for group in groups if group not in self._groups)
@@ -250,8 +215,7 @@ class PetastormReader(Reader):
 def _to_array(found: dict[str, Any], column: Column, rows: int, constants: Mapping[str, str]) -> Any:
     if column.name not in found and column.name not in constants:
         raise InvalidInput(
-            f"petastorm leaves out column {column.name!r}, as it does structs such as Spark's vectors: use the reader "
-            "'arrow', or a column of arrays."
+            f"petastorm leaves out column {column.name!r}, as it does structs (Spark's vectors): use reader 'arrow'."
         )
     values = found[column.name] if column.name in found else np.full(rows, constants[column.name])
     array = np.asarray(values).astype(column.dtype, copy=False)
@@ -285,27 +249,39 @@ def open_reader(
     columns: Sequence[str] | None = None,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> Reader:
-    """The reader of that name over `columns` (all, if none are named); see `check_reader` for what it raises.
-
-    cache_bytes: for decoded row groups; a data set that fits is read once.
-    """
+    """The reader of that name. columns: None: all. cache_bytes: for decoded row groups. Raises as `check_reader`."""
     check_reader(name)
     if manifest.packed is not None:
-        return PackedReader(
-            store, manifest, columns, cache_bytes, partial(open_reader, name, store, cache_bytes=0)
-        )
+        return PackedReader(name, store, manifest, columns, cache_bytes)
     if name == "petastorm":
         return PetastormReader(store, manifest, columns, cache_bytes)
     return ArrowReader(store, manifest, columns, cache_bytes)
 
 
-def pack_rows(store: Store, manifest: Manifest, packing: Packing, reader: str = "arrow") -> Manifest:
-    """The data set of sequences that the documents of a data set make; reads the documents' lengths. Its rows, row
-    groups and columns are those of sequences, so that plans, loaders and `open_reader` take it as any."""
+def pack_rows(store: Store, manifest: Manifest, packing: Packing) -> Manifest:
+    """The data set of sequences that documents make, for plans, loaders and readers as any; reads their lengths."""
     columns = describe_packed(manifest, packing)
     names = [packing.length_column or packing.column]
-    with closing(open_reader(reader, store, manifest, names, cache_bytes=0)) as documents:
-        return pack_manifest(manifest, packing, columns, read_lengths(documents, manifest, packing))
+    with closing(open_reader("arrow", store, manifest, names, cache_bytes=0)) as documents:
+        lengths = read_lengths(documents, manifest, packing)
+    every = np.concatenate(lengths)
+    overlong = check_lengths(every, packing)
+    if overlong:
+        cut = {"split": "are split", "truncate": "lose their ends"}[packing.overlong]
+        told = overlong, len(every), packing.length, cut
+        log.warning("%d of %d documents have more than %d tokens and %s", *told)
+    cuts, sequences = pack_groups(lengths, packing)
+    groups, fields = manifest.row_groups, asdict(packing)
+    digest = hashlib.sha256(json.dumps([manifest.hash, fields], sort_keys=True).encode()).hexdigest()[:32]
+    windows = [
+        RowGroup(int(groups.file[first]), window, sequences[window], int(groups.bytes[first:past].sum()))
+        for window, (first, past) in enumerate(pairwise(cuts))
+    ]
+    packed, groups = PackedSource(manifest, fields, cuts), RowGroups.of(windows)
+    fingerprint = f"{manifest.fingerprint}-{digest}"
+    return replace(
+        manifest, columns=columns, row_groups=groups, fingerprint=fingerprint, content=digest, packed=packed
+    )
 
 
 class SampleGroup(NamedTuple):
@@ -327,8 +303,8 @@ def find_sample_group(manifest: Manifest, columns: Sequence[str]) -> SampleGroup
 def read_sample_rows(
     store: Store, manifest: Manifest, columns: Sequence[str], label: str | None = None
 ) -> ColumnArrays:
-    """Four rows of a small row group, to try a function or a model on: its first and its last row, then two between
-    them; with as many values of the label as there are, its lowest and its highest first."""
+    """Four rows of a small row group, to try a function or a model on: its first and its last, then two between; with
+    as many values of the label as there are, its lowest and its highest first."""
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
         found = reader.fetch(find_sample_group(manifest, columns).number)
     last = len(found[columns[0]]) - 1

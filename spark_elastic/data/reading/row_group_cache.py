@@ -10,16 +10,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import resource
 import shutil
-import struct
 import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +103,8 @@ log = logging.getLogger("spark_elastic")
 class RowGroupCache:
     """Decoded row groups by number. A row group is in use from `fetch` until `release`.
 
-    Above the bound it evicts the row group that was released last; if all are in use, the one that was fetched before
-    the newest. The newest stays even if it exceeds the bound by itself. Epochs read row groups in about the same order:
-    the last one used is the last one needed again, while evicting the oldest would leave nothing to reuse.
+    Above the bound it evicts the row group that was released last; if all are in use, the one before the newest. Epochs
+    read row groups in about the same order: the last one used is the last one needed again.
     """
 
     def __init__(
@@ -144,8 +142,7 @@ class RowGroupCache:
         return self._decode_and_keep(group, decode)
 
     def prefetch(self, group: int, decode: Callable[[int], ColumnArrays]) -> bool:
-        """Decode a row group that will be fetched soon, once no thread waits in `fetch`. False if there is no room for
-        it beside those in use."""
+        """Decode a row group ahead, once no thread waits in `fetch`. False: no room beside those in use."""
         with self._changed:
             self._changed.wait_for(lambda: not self._decoding and not self._waiting)
             if self._get(group) is not None or self._closed:
@@ -237,13 +234,12 @@ class RowGroupCache:
 # ---- row groups too large for memory, split on disk
 
 _STREAMED = 1 << 20  # bytes of a column that are read at a time
-_END = struct.Struct("<q")  # a number behind the parts of a split row group
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class SplitGroupCache:
-    """Split row groups by key. Before another one is split, the least recently used ones are dropped until the disk has
-    as much free space as the rest takes, since other workers use the disk, too."""
+    """Split row groups by key. Before another one is split, the least recently used ones are dropped until the disk
+    has as much free space as the rest takes, since other workers use the disk, too."""
 
     def __init__(self) -> None:
         self._groups_by_key: OrderedDict[str, SplitRowGroup] = OrderedDict()
@@ -251,8 +247,8 @@ class SplitGroupCache:
         self._folder: Path | None = None  # this process's own
 
     def get(self, key: str, split: Callable[[str], None]) -> SplitRowGroup:
-        """A split row group: its own, another worker's of this machine, or one that is split now. key: names the row
-        group and its parts, a name of a file. split: splits it into a new file of that path."""
+        """A split row group, by whichever worker of this machine, or split now by `split` into a new file of that path.
+        key: names the row group and its parts, a name of a file."""
         if key not in self._groups_by_key:
             self._make_room()
             self._groups_by_key[key] = self._find_shared(key) or self._create(key, split)
@@ -269,7 +265,7 @@ class SplitGroupCache:
         """What another worker has split. None if it is still at it: it may have stopped."""
         for folder in find_scratch_folders():
             # It is not there, not complete yet, or never will be
-            with suppress(OSError, ValueError, struct.error):
+            with suppress(OSError, ValueError):
                 with open(folder / key, "rb") as file:
                     if os.fstat(file.fileno()).st_uid == os.getuid():
                         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -306,8 +302,7 @@ class SplitGroupCache:
 
 
 class SplitRowGroup:
-    """The rows of one row group on disk, as `split_row_group` wrote them. Readable even after whoever has the file has
-    deleted it."""
+    """The rows of one row group on disk. Readable even after whoever has the file has deleted it."""
 
     def __init__(self, path: str, owned: bool = False) -> None:
         """owned: whether `close` deletes the file. Raises ValueError if that is not complete."""
@@ -315,21 +310,20 @@ class SplitRowGroup:
         self._file = open(path, "rb")  # noqa: SIM115 - closed by `close`
         self.bytes = os.fstat(self._file.fileno()).st_size
         try:
-            self._ends = self._read_ends()
+            self._open()
         except BaseException:
             self._file.close()
             raise
 
     def read(self, number: int) -> pa.RecordBatch:
         """A part, mapped until nobody uses its arrays: its pages count as this process's memory, as a copy would."""
-        if len(self._ends) == 1:  # all columns that are needed are constants, and there are no parts
+        parts = self._open()
+        if not parts.num_record_batches:  # all columns that are needed are constants
             return pa.RecordBatch.from_arrays([], names=[])
-        begin, end = self._ends[number], self._ends[number + 1]
-        before = begin % mmap.ALLOCATIONGRANULARITY
-        length, offset = end - begin + before, begin - before
-        mapped = mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_READ, offset=offset)
-        mapped.madvise(mmap.MADV_WILLNEED)  # rows are taken in any order
-        return pa.ipc.open_stream(pa.py_buffer(mapped).slice(before)).read_next_batch()
+        return parts.get_batch(number)
+
+    def _open(self) -> pa.ipc.RecordBatchFileReader:
+        return pa.ipc.open_file(pa.memory_map(f"/proc/self/fd/{self._file.fileno()}"))
 
     def close(self) -> None:
         """Close the parts; they are deleted once the others that read them close them, too."""
@@ -337,47 +331,28 @@ class SplitRowGroup:
         if self._path is not None:
             os.unlink(self._path)
 
-    def _read_ends(self) -> list[int]:
-        self._file.seek(max(0, self.bytes - _END.size))
-        (count,) = _END.unpack(self._file.read())
-        begin = self.bytes - (count + 1) * _END.size
-        self._file.seek(max(0, begin))
-        *ends, _ = struct.unpack(f"<{max(0, count) + 1}q", self._file.read())
-        if not ends or ends[-1] != begin:
-            raise ValueError(f"{self._file.name} is not complete")
-        return ends
-
 
 def split_row_group(source: Any, index: int, columns: list[str], rows: int, path: str) -> None:
-    """Write the rows of a row group in parts of `rows` rows (the last may have fewer) to a file: a stream of Arrow for
-    each, then where they end, from 0, and how many numbers these are. source: an open Parquet file, which stays
-    open."""
+    """Write a row group in parts of `rows` rows to a file of Arrow. source: an open Parquet file, which stays open."""
     file = open_parquet(source, buffer_size=_STREAMED)
     batches = file.iter_batches(rows, row_groups=[index], columns=columns, use_threads=False)
+    plain = map(_make_plain, batches if columns else ())
+    first = next(plain, pa.RecordBatch.from_arrays([], names=[]))
     waiting: list[pa.RecordBatch] = []
-    ends = [0]
-    with pa.OSFile(path, "wb") as target:
-
-        def write(part: pa.RecordBatch) -> None:
-            with pa.ipc.new_stream(target, part.schema) as writer:
-                writer.write_batch(part)
-            ends.append(target.tell())
-
-        for batch in map(_make_plain, batches if columns else ()):
+    with pa.OSFile(path, "wb") as target, pa.ipc.new_file(target, first.schema) as writer:
+        for batch in chain([first], plain):
             waiting.append(batch)
             # Arrow's batches may be shorter than was asked for.
             while sum(each.num_rows for each in waiting) >= rows:
                 joined = _concatenate(waiting)
-                write(joined.slice(0, rows))
+                writer.write_batch(joined.slice(0, rows))
                 waiting = [joined.slice(rows)]
         if any(each.num_rows for each in waiting):
-            write(_concatenate(waiting))
-        target.write(struct.pack(f"<{len(ends) + 1}q", *ends, len(ends)))
+            writer.write_batch(_concatenate(waiting))
 
 
 def _make_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch without views, and with values in place of their numbers: Arrow's files have one dictionary for all
-    batches."""
+    """The batch without views and dictionaries: Arrow's files have one for all batches."""
     columns = []
     for column in batch.columns:
         is_encoded = pa.types.is_dictionary(column.type)

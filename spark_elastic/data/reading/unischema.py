@@ -32,8 +32,7 @@ _CODECS = {
     "CompressedNdarrayCodec": "compressed_ndarray",
     "CompressedImageCodec": "image",
 }
-# Modules that Python 2 called otherwise.
-_PYTHON_2 = {"copy_reg": "copyreg", "__builtin__": "builtins"}
+_PYTHON_2 = {"copy_reg": "copyreg", "__builtin__": "builtins"}  # modules that Python 2 called otherwise
 # Names of numpy's types in pickles that are not names of dtypes in all of numpy's versions.
 _DTYPES = {"string_": "bytes_", "unicode_": "str_", "bool": "bool_"}
 

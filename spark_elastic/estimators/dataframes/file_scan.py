@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
+
+from pyspark.sql import DataFrame, SparkSession
 
 from spark_elastic.clusters.spark.host_facts import describe_jobs, has_context
 from spark_elastic.data.store import Store
@@ -30,14 +32,9 @@ from spark_elastic.tables.footers import (
 )
 from spark_elastic.tables.predicate import Predicate
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-# Spark shows 25 columns of a node unless spark.sql.debug.maxToStringFields says otherwise.
-_SHOWN_COLUMNS = 20
+_SHOWN_COLUMNS = 20  # of a node Spark shows 25, unless spark.sql.debug.maxToStringFields says otherwise
 _SHOWN_CHARACTERS = 120
-# What neither removes, adds nor changes a row.
-_TRANSPARENT = ("Project", "SubqueryAlias", "View", "Relation", "RelationV2")
+_TRANSPARENT = ("Project", "SubqueryAlias", "View", "Relation", "RelationV2")  # keep all rows as they are
 # How Spark finds the files of a relation, where these are all that it has: no log says which of them count.
 _PLAIN_INDEXES = ("InMemoryFileIndex", "CatalogFileIndex")
 _ICEBERG = "org.apache.iceberg.spark.source.SparkTable"
@@ -56,8 +53,7 @@ class FileScan:
 
     kind: str  # "parquet", "delta" or "iceberg"
     columns: Mapping[str, str]  # column of the DataFrame -> its name in the files or the table
-    # parquet: urls of the files. delta: the url of the table. iceberg: that of its metadata file.
-    urls: tuple[str, ...]
+    urls: tuple[str, ...]  # parquet: of the files; delta: of the table; iceberg: of its metadata file
     version: int | None = None  # version of Delta, or id of a snapshot of Iceberg
 
 
@@ -190,9 +186,7 @@ def _read_paths(explained: str) -> Sequence[str]:
 def _find_iceberg(df: DataFrame, columns: Mapping[str, str]) -> FileScan:
     frame: Any = vars(df).get("_jdf")
     if frame is None:
-        raise NoFileScan(
-            "it reads a table of Iceberg, whose snapshot Spark Connect does not tell (fit_on_table takes one)"
-        )
+        raise NoFileScan("it reads Iceberg, whose snapshot Spark Connect does not tell (use fit_on_table)")
     with _describe_failure("its source is not known here"):
         relation = _find_leaf(frame).relation()
         source, options = relation.table(), dict(relation.options())

@@ -2,14 +2,12 @@
 
 Spark writes to a folder of a random name; the driver reads the footers once and publishes the data set by writing its
 manifest. The job that writes also counts nulls and array lengths; a job of its own runs only to name the row of an
-error. Rows in the order of their hash are written by tasks of our own (`row_order`), into files and row groups whose
-sizes follow from these counts.
+error. Rows in the order of their hash are written by tasks of our own (`sorted_rows.py`).
 
 `fingerprint` identifies what was written from what: the logical plan, the columns, how they are written, and the state
-of the files that the plan reads. Where that state cannot be seen (other databases, subqueries in expressions, Spark
-Connect, clusters that deny it), or the plan has random or time-dependent expressions, a fingerprint is unique and
-nothing is reused. `find_difference` then counts and hashes the rows by a job of its own (R19, resuming a run).
-Runs in the caller's thread.
+of the files that the plan reads. Where that state cannot be seen, or the plan has random or time-dependent expressions,
+a fingerprint is unique and nothing is reused. `find_difference` then counts and hashes the rows by a job of its own
+(R19, resuming a run). Runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -65,8 +62,8 @@ from spark_elastic.estimators.dataframes.sorted_rows import (
     CopyTask,
     MergeTask,
     ReadTask,
-    RowSums,
     SortTask,
+    estimate_distinct,
 )
 from spark_elastic.estimators.dataframes.store_access import (
     check_store_access,
@@ -77,8 +74,7 @@ from spark_elastic.estimators.dataframes.store_access import (
 from spark_elastic.monitoring.logs import announce_phase
 
 GROUPS_PER_FILE = 16
-# A table of at most so many bytes is small: the driver merges it.
-SMALL_BYTES = 8 << 20
+SMALL_BYTES = 8 << 20  # of a table that the driver merges, at most
 _COPIED_ROWS = 2_000_000  # of which the driver makes copies at most: it takes 50 bytes for each
 _COPY_BYTES = 4 << 20  # of copies that a task makes at least
 _MERGED_BYTES = 16 << 20  # that a task merges at least, if others are as many as sorted; a task costs 50 ms
@@ -93,11 +89,8 @@ _UNBOUNDED = (1 << 31) - 1  # bytes; else Spark adds up the columns' sizes after
 
 
 def add_hashes(rows: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
-    """The rows with the two columns that decide on their order.
-
-    Sums of float64 after a shuffle differ in their last bits from run to run: float32 decides, float64 only among rows
-    that are equal in it. Rows that differ only in the sign of a zero are equal in both.
-    """
+    """The rows with the two columns that decide on their order. Sums of float64 after a shuffle differ in their last
+    bits from run to run: float32 decides, float64 only among rows that are equal in it."""
     exact = hash_columns("1", *map(quote, types))
     return rows.withColumns({HASH_COLUMN: hash_row(types), EXACT_COLUMN: exact})
 
@@ -112,7 +105,7 @@ class SortedChunks:
     schema: StructType
     names: Mapping[bool, list[str]]  # whether rows validate -> chunks
     most: int = 1  # copies of a row; there may be fewer
-    sums: RowSums = field(default_factory=RowSums)
+    distinct: int = 0  # about how many rows differ
 
     @classmethod
     def write(
@@ -123,8 +116,8 @@ class SortedChunks:
         limits = _choose_batch_limits(spark, compute_row_bytes(types.values()))
         with _set_conf(spark, limits), translate_write_errors(store):
             found = rows.select(F.struct("*").alias(ROW)).mapInArrow(task, task.SCHEMA).collect()
-        chunks = (RowSums(e.content, e.mixed, e.added, np.frombuffer(e.smallest, np.uint64)) for e in found)
-        return cls(spark, task, types, rows.schema, {}, sums=sum(chunks, RowSums()))._with(found)
+        distinct = estimate_distinct(chunk.smallest for chunk in found)
+        return cls(spark, task, types, rows.schema, {}, distinct=distinct)._with(found)
 
     @property
     def files(self) -> list[str]:
@@ -139,9 +132,8 @@ class SortedChunks:
     def merge(
         self, folder: str, counts: Mapping[bool, int], rows_per_group: int, row_bytes: int
     ) -> list[list[str]]:
-        """Write the rows in order, `row_bytes` each on average; the files of each data set. counts: of rows to train on
-        (False) and, with a split, to validate with (True)."""
-        total, distinct = sum(counts.values()), self.sums.distinct
+        """Write the rows in order, `row_bytes` each on average; the files of each data set. counts: rows of each."""
+        total, distinct = sum(counts.values()), self.distinct
         has_copies = distinct < DISTINCT * total
         # Copies of few rows are few bytes to read: the driver makes more of them, if they need not travel either.
         makes_copies = has_copies and total <= _COPIED_ROWS and self.sort.store.is_local
@@ -211,7 +203,7 @@ def _set_conf(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None
             spark.conf.unset(name) if former is None else spark.conf.set(name, former)
 
 
-_FORM = 4  # of what is written; raise it when that changes
+_FORM = 5  # of what is written; raise it when that changes
 # Leaves of a logical plan whose rows cannot change, and the relation whose files can be listed.
 _RDDS = {"LogicalRDD", "ExternalRDD"}
 _FIXED_LEAVES = {"LocalRelation", "Range", "OneRowRelation"} | _RDDS
@@ -219,8 +211,7 @@ _FILES = "HadoopFsRelation"
 
 # For workers of any memory: what they keep decoded is bounded, and the plan takes as many lanes as fit into that.
 ROW_GROUP_BYTES = 4 << 20
-ROWS_PER_GROUP = 10_000
-_UNBOUNDED_ROWS = _UNBOUNDED_BYTES = 1 << 30
+_UNBOUNDED_ROWS = 1 << 30
 _FOLDER = "data"
 _SPLIT = "__validation"  # the folders of a split: __validation=true, __validation=false
 _HASH_RANGE = 1 << 20  # the resolution of a fraction
@@ -233,31 +224,44 @@ log = logging.getLogger("spark_elastic")
 class WriteOptions:
     """How columns are written."""
 
-    # Rows of each row group but the last of a file. None: about `row_group_bytes`, and 10,000 rows at most (on Spark
-    # 3.5, in the table's order, only if every column holds single numbers).
-    rows_per_group: int | None = None
+    # Of a row group, at most (on Spark 3.5, in the table's order, only if every column holds single numbers).
+    rows_per_group: int = 10_000
     row_group_bytes: int = ROW_GROUP_BYTES  # bytes of a row group before compression
-    # Whether a transformation makes numbers of the columns, so that strings, bytes, dates and arrays of different
-    # lengths are written as they are.
-    transformed: bool = False
+    transformed: bool = False  # whether strings, bytes, dates and ragged arrays are written as they are
     missing: MissingValues = field(default_factory=MissingValues)  # what happens to rows with nulls and NaN
-    # hash: by a hash of each row, on any cluster the same. table: as Spark has them, partition by partition.
-    row_order: str = "hash"
+    row_order: str = "hash"  # hash: by a hash of each row, the same on any cluster; table: as Spark has them
+    split: ValidationSplit | None = None  # which rows validate; None: none
+
+    @property
+    def split_column(self) -> str | None:
+        """The column that says which rows validate, if some do."""
+        return None if self.split is None else _SPLIT
+
+    def find_types(self, df: DataFrame, names: Sequence[str]) -> dict[str, ColumnType]:
+        return {name: find_column_type(df.schema, name, transformed=self.transformed) for name in names}
+
+    def select(self, df: DataFrame, types: Mapping[str, ColumnType]) -> DataFrame:
+        """The columns as they are written and, with a split, whether a row validates."""
+        return select_prepared(df, types) if self.split is None else self.split.select(df, types)
 
     def count_group_rows(self, row_bytes: int) -> int:
         """Rows of a row group, of rows of so many bytes on average."""
-        return self.rows_per_group or min(ROWS_PER_GROUP, max(1, self.row_group_bytes // row_bytes))
+        return min(self.rows_per_group, max(1, self.row_group_bytes // row_bytes))
 
     def to_spark_options(self, row_bytes: int | None = None, counts_rows: bool = True) -> dict[str, str]:
-        """Options of Spark's Parquet writer. row_bytes: None if rows differ. counts_rows: whether the writer can end a
-        row group after a number of rows, as that of Spark 4 does."""
-        rows = self.rows_per_group if row_bytes is None else self.count_group_rows(row_bytes)
+        """Of Spark's Parquet writer. row_bytes: None if rows differ. counts_rows: whether it can, as Spark 4's does."""
+        rows, least, size = self.rows_per_group, 1, self.row_group_bytes
+        if row_bytes is not None:
+            rows = least = self.count_group_rows(row_bytes)
+            # A writer that holds more than three times the size dumps its buffers to the log. One that does not count
+            # looks at the size after `rows` rows.
+            size = max(size, 2 * rows * row_bytes) if counts_rows else 1
         return {
-            "parquet.block.row.count.limit": str(rows or ROWS_PER_GROUP),
-            "parquet.block.size": str(self._choose_block_size(rows, row_bytes, counts_rows)),
+            "parquet.block.row.count.limit": str(rows),
+            "parquet.block.size": str(size),
             # By default the size is first checked after 100 rows: 40 MB if a row has 100,000 numbers.
-            "parquet.page.size.row.check.min": str(rows or 1),
-            "parquet.page.size.row.check.max": str(rows or ROWS_PER_GROUP),
+            "parquet.page.size.row.check.min": str(least),
+            "parquet.page.size.row.check.max": str(rows),
             # A page that ends within its group is compressed and then counts with its compressed size.
             "parquet.page.size": str(2 * self.row_group_bytes),
             "parquet.page.row.count.limit": str(_UNBOUNDED_ROWS),
@@ -269,22 +273,11 @@ class WriteOptions:
             "maxRecordsPerFile": "0",
         }
 
-    def _choose_block_size(self, rows: int | None, row_bytes: int | None, counts_rows: bool) -> int:
-        """At which a row group ends. A writer that holds more than three times that dumps its buffers to the log."""
-        if rows is None:
-            return self.row_group_bytes
-        if not counts_rows:
-            return 1  # the size is first checked after `rows` rows
-        return _UNBOUNDED_BYTES if row_bytes is None else max(self.row_group_bytes, 2 * rows * row_bytes)
-
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """Which rows validate: marked ones, or a fraction of all.
-
-    A row of the fraction is chosen by a hash of its values as they are written (float64 as float32) and the seed, so
-    that neither other partitions nor a second run move it to the other data set.
-    """
+    """Which rows validate: marked ones, or a fraction of all, chosen by a hash of each row's values as they are written
+    (float64 as float32) and the seed, so that neither other partitions nor a second run move a row."""
 
     by: float | str  # a fraction of the rows, or the column that is true or above 0 in them
     seed: int = 0  # of the fit; it changes which rows the fraction takes
@@ -302,39 +295,30 @@ class ValidationSplit:
 
 
 def materialize(
-    df: DataFrame,
-    columns: Sequence[str],
-    store: Store,
-    options: WriteOptions | None = None,
-    split: ValidationSplit | None = None,
+    df: DataFrame, columns: Sequence[str], store: Store, options: WriteOptions | None = None
 ) -> tuple[Manifest, Manifest | None]:
     """Write `columns` of `df` to the store, or find what was written there before from the same DataFrame.
 
     Returns the data set to train on and, with a split, the one to validate with; one job writes both. Vectors become
-    float32 arrays, decimals float64.
-
-    Raises:
-        InvalidInput: columns that hold no numbers, nulls, arrays of different lengths, or no rows.
-        StoreError: the store cannot be written.
+    float32 arrays, decimals float64. Raises InvalidInput for missing values, arrays of different lengths, and no rows.
     """
-    names = list(dict.fromkeys(columns))
-    if split is not None and _SPLIT in map(str.lower, names):
+    names, options = list(dict.fromkeys(columns)), options or WriteOptions()
+    if options.split is not None and _SPLIT in map(str.lower, names):
         raise InvalidInput(
             f"The column {_SPLIT!r} has the name of the folders that validation splits the rows into: rename it "
             "(df.withColumnRenamed)."
         )
-    options = options or WriteOptions()
-    types = find_column_types(df, names, options)
-    found = fingerprint_table(df, names, options, split)
-    documents = ["manifest.json"] if split is None else ["manifest.json", "validation.json"]
+    types = options.find_types(df, names)
+    found = fingerprint_table(df, names, options)
+    documents = ["manifest.json", "validation.json"][: 1 if options.split is None else 2]
     published = [f"{_FOLDER}/{found}/{name}" for name in documents]
     manifests = [_load_reusable(store, name) for name in published]
     if manifests[0] is None or manifests[-1] is None:
         check_store_access(df.sparkSession, store)
         target = _Target(store, f"{_FOLDER}/{found}/{uuid.uuid4().hex}", found, options)
-        manifests = list(_write_and_publish(df, types, target, split, published))
+        manifests = list(_write_and_publish(df, types, target, published))
     assert manifests[0] is not None
-    return manifests[0], None if split is None else manifests[1]
+    return manifests[0], None if options.split is None else manifests[1]
 
 
 @dataclass(frozen=True)
@@ -365,16 +349,12 @@ class _Target:
 
 
 def _write_and_publish(
-    df: DataFrame,
-    types: Mapping[str, ColumnType],
-    target: _Target,
-    split: ValidationSplit | None,
-    published: Sequence[str],
+    df: DataFrame, types: Mapping[str, ColumnType], target: _Target, published: Sequence[str]
 ) -> tuple[Manifest, ...]:
     announce_phase(f"writing the rows to {target.store.url}")
     try:
         with describe_jobs(df.sparkSession, "writes rows"):
-            manifests = _write(df, types, target, split)
+            manifests = _write(df, types, target)
         announce_phase(f"wrote {sum(each.rows for each in manifests):,} rows")
         # The first manifest is written last: where it exists, all do.
         for name, manifest in reversed(list(zip(published, manifests, strict=True))):
@@ -392,71 +372,57 @@ def _remove_folder(store: Store, folder: str) -> None:
         log.warning("%s Remove it by hand.", error)
 
 
-def _write(
-    df: DataFrame, types: Mapping[str, ColumnType], target: _Target, split: ValidationSplit | None
-) -> tuple[Manifest, ...]:
+def _write(df: DataFrame, types: Mapping[str, ColumnType], target: _Target) -> tuple[Manifest, ...]:
     """Write the columns into the target's folder and describe what is there; nothing is published yet."""
-    sorts, nans = target.options.row_order == "hash", target.options.missing.nans == "refuse"
-    scan = TableScan(types, nans, None if split is None else _SPLIT, not sorts, target.options.transformed)
-    row_filter = RowFilter(types, target.options.missing)
-    rows = row_filter.apply(select_columns(df, types, split))
+    options, column = target.options, target.options.split_column
+    sorts, nans = options.row_order == "hash", options.missing.nans == "refuse"
+    scan = TableScan(types, nans, column, not sorts, options.transformed)
+    row_filter = RowFilter(types, options.missing)
+    rows = row_filter.apply(options.select(df, types))
     rows = scan.observe(add_hashes(rows, types) if sorts else rows)
-    folders = [""] if split is None else [f"/{_SPLIT}=false", f"/{_SPLIT}=true"]
-    column, chunks = None if split is None else _SPLIT, None
+    folders = [""] if column is None else [f"/{column}=false", f"/{column}=true"]
+    chunks = None
     if sorts:
         chunks = SortedChunks.write(rows, types, target.store, f"{target.folder}/unordered", column)
-        scan.add_sums(chunks.sums)
     else:
         target.write(rows, compute_row_bytes(types.values()), column)
     row_filter.log_dropped_rows()
-    counts = _check_counts(scan, split)
-    columns = scan.describe_columns(
-        chunks.read if chunks else lambda: target.read(df.sparkSession, rows.schema)
-    )
+    counts = _check_counts(scan)
+    read = chunks.read if chunks else lambda: target.read(df.sparkSession, rows.schema)
+    columns = scan.describe_columns(read)
     files = list(chunks.names.values()) if chunks else [target.list_files(folder) for folder in folders]
     # Each partition makes a file in each folder for which it has rows.
     warn_about_small_partitions(sum(counts.values()), max(map(len, files)))
     if chunks is not None:
         row_bytes = sum(column.row_bytes for column in columns)
         row_bytes += scan.count_bytes(columns) // sum(counts.values())
-        number = target.options.count_group_rows(row_bytes)
+        number = options.count_group_rows(row_bytes)
         files = chunks.merge(f"{target.folder}/ordered", counts, number, row_bytes)
         _remove_folder(target.store, chunks.sort.folder)
-    manifests = tuple(
-        Manifest(columns, *read_footers(target.store, names), target.fingerprint, scan.digest() + folder)
-        for folder, names in zip(folders, files, strict=True)
-    )
-    if [manifest.rows for manifest in manifests] != list(counts.values()):
+    manifests = []
+    for folder, names in zip(folders, files, strict=True):
+        footers = read_footers(target.store, names)
+        manifests.append(Manifest(columns, *footers, target.fingerprint, scan.digest() + folder))
+    found, counted = [manifest.rows for manifest in manifests], list(counts.values())
+    if found != counted:
         raise StoreError(
-            f"The files that Spark wrote to {target.folder} in the store {target.store.url} have "
-            f"{[manifest.rows for manifest in manifests]} rows, and Spark counted {list(counts.values())}: check "
-            "what commits its files (spark.sql.sources.commitProtocolClass), and that Spark's settings and "
-            "storage_options lead to the same place."
+            f"The files that Spark wrote to {target.folder} in the store {target.store.url} have {found} rows, and "
+            f"Spark counted {counted}: check what commits its files (spark.sql.sources.commitProtocolClass), and that "
+            "Spark's settings and storage_options lead to the same place."
         )
-    return manifests
+    return tuple(manifests)
 
 
-def _check_counts(scan: TableScan, split: ValidationSplit | None) -> dict[bool, int]:
+def _check_counts(scan: TableScan) -> dict[bool, int]:
     """The rows to train on (False) and, with a split, to validate with (True). Raises InvalidInput for none."""
     counts = scan.count_rows()
     total = sum(counts.values())
     if not total:
         raise InvalidInput("The DataFrame has no rows: there is nothing to train on.")
-    if split is not None and not all(counts.values()):
+    if not all(counts.values()):
         purpose = "validate with" if counts[False] else "train on"
         raise InvalidInput(f"No row of {total} is left to {purpose}: change validation's fraction or column.")
     return counts
-
-
-def find_column_types(df: DataFrame, names: Sequence[str], options: WriteOptions) -> dict[str, ColumnType]:
-    return {name: find_column_type(df.schema, name, transformed=options.transformed) for name in names}
-
-
-def select_columns(
-    df: DataFrame, types: Mapping[str, ColumnType], split: ValidationSplit | None
-) -> DataFrame:
-    """The columns as they are written and, with a split, whether a row validates."""
-    return select_prepared(df, types) if split is None else split.select(df, types)
 
 
 def _load_reusable(store: Store, published: str) -> Manifest | None:
@@ -475,24 +441,20 @@ def _load_reusable(store: Store, published: str) -> Manifest | None:
 def warn_about_small_partitions(rows: int, partitions: int) -> None:
     """Each partition costs a task and a file, however few rows it has."""
     if partitions > _MANY_PARTITIONS and rows < _FEW_ROWS * partitions:
-        log.warning(
-            "the table has %d partitions, of %d rows on average, and Spark took 30 ms or more for each: with "
-            "df.coalesce(100), for example, the training would begin sooner",
-            partitions,
-            rows // partitions,
-        )
+        counts = partitions, rows // partitions
+        advice = "with df.coalesce(100), for example, the training would begin sooner"
+        told = "the table has %d partitions, of %d rows on average, and Spark took 30 ms or more for each: %s"
+        log.warning(told, *counts, advice)
 
 
-def fingerprint_table(
-    df: DataFrame, names: Sequence[str], options: WriteOptions, split: ValidationSplit | None
-) -> str:
+def fingerprint_table(df: DataFrame, names: Sequence[str], options: WriteOptions) -> str:
     """32 hex digits: equal only for the same columns of the same rows, written the same way."""
     content = {
         "form": _FORM,
         "plan": df.semanticHash(),
         "source": _describe_source(df),
         "columns": [[name, get_type(df.schema, name).json()] for name in names],
-        "options": {**options.to_spark_options(), "writing": repr(options), "split": repr(split)},
+        "options": {**options.to_spark_options(), "writing": repr(options)},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -518,8 +480,8 @@ def _describe_source(df: DataFrame) -> list[Any]:
 
 
 def _has_unseen_content(df: DataFrame, plan: Any) -> bool:
-    """Whether rows depend on more than the leaves: random expressions, some that depend on the time, user or session,
-    or subqueries (in, exists, of one value), whose tables are no leaves of the plan."""
+    """Whether rows depend on more than the leaves: expressions that are random, or depend on time, user or session,
+    or subqueries, whose tables are no leaves of the plan."""
     gateway: Any = df.sparkSession._jvm
     patterns = gateway.org.apache.spark.sql.catalyst.trees.TreePattern
     unseen = patterns.CURRENT_LIKE(), patterns.PLAN_EXPRESSION()
@@ -557,25 +519,21 @@ def _list_files(df: DataFrame) -> list[list[Any]]:
 
 
 def find_difference(
-    df: DataFrame,
-    columns: Sequence[str],
-    options: WriteOptions,
-    split: ValidationSplit | None,
-    written: Sequence[Manifest],
+    df: DataFrame, columns: Sequence[str], options: WriteOptions, written: Sequence[Manifest]
 ) -> str | None:
     """What distinguishes `df` from what `materialize` wrote, as the end of a sentence; None if nothing does."""
     names = list(dict.fromkeys(columns))
-    types = find_column_types(df, names, options)
+    types = options.find_types(df, names)
     for name, kind in types.items():
         before, _ = written[0].column(name).element
         if kind.dtype != before:
             return f"column {name!r} was {before} and is {kind.dtype}"
     # Answers without a job in the application that wrote the rows; most plans look different to another driver.
-    if fingerprint_table(df, names, options, split) == written[0].fingerprint:
+    if fingerprint_table(df, names, options) == written[0].fingerprint:
         return None
     rows = sum(manifest.rows for manifest in written)
-    scan = TableScan(types, split=None if split is None else _SPLIT)
-    remaining = RowFilter(types, options.missing).apply(select_columns(df, types, split))
+    scan = TableScan(types, split=options.split_column)
+    remaining = RowFilter(types, options.missing).apply(options.select(df, types))
     scan.observe(remaining).write.format("noop").mode("overwrite").save()
     return compare_digests(rows, written[0].content, scan.digest_rows())
 

@@ -17,11 +17,11 @@ from pyspark.ml.functions import vector_to_array
 from pyspark.sql import Column, DataFrame, Observation, Row
 from pyspark.sql import functions as F
 
+from spark_elastic.checks import make_choice
 from spark_elastic.data import manifest
 from spark_elastic.data.packing import format_remedy
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframes.schema import ColumnType
-from spark_elastic.estimators.dataframes.sorted_rows import RowSums
 
 log = logging.getLogger("spark_elastic")
 
@@ -39,10 +39,8 @@ class MissingValues:
     nans: Literal["keep", "refuse", "drop"] = "refuse"  # in columns of floats
 
     def __post_init__(self) -> None:
-        if self.nulls not in ("refuse", "drop"):
-            raise InvalidInput(f"nulls must be 'refuse' or 'drop'; got {self.nulls!r}.")
-        if self.nans not in ("keep", "refuse", "drop"):
-            raise InvalidInput(f"nans must be 'keep', 'refuse' or 'drop'; got {self.nans!r}.")
+        make_choice("refuse", "drop")("nulls", self.nulls)
+        make_choice("keep", "refuse", "drop")("nans", self.nans)
 
     @classmethod
     def parse(cls, value: Any) -> MissingValues:
@@ -203,9 +201,9 @@ def hash_columns(*texts: str) -> Column:
     return F.expr(f"xxhash64({', '.join(texts)})")
 
 
-def hash_row(types: Mapping[str, ColumnType], *salts: str, behind: Sequence[str] = ()) -> Column:
-    """A hash of the salts, the columns, with float64 rounded to float32, and what comes behind them."""
-    return hash_columns(*salts, *(round_to_float32(name, kind) for name, kind in types.items()), *behind)
+def hash_row(types: Mapping[str, ColumnType], *salts: str) -> Column:
+    """A hash of the salts and the columns, with float64 rounded to float32."""
+    return hash_columns(*salts, *(round_to_float32(name, kind) for name, kind in types.items()))
 
 
 def round_to_float32(name: str, kind: ColumnType) -> str:
@@ -218,11 +216,8 @@ def round_to_float32(name: str, kind: ColumnType) -> str:
 
 def count_bytes(name: str, kind: ColumnType) -> str:
     values = _flatten(name, kind)
-    lengths = (
-        f"transform({values}, each -> octet_length(each))"
-        if kind.dimensions
-        else f"array(octet_length({values}))"
-    )
+    each = f"transform({values}, each -> octet_length(each))"
+    lengths = each if kind.dimensions else f"array(octet_length({values}))"
     return f"coalesce(aggregate({lengths}, 0L, (total, each) -> total + each), 0L)"
 
 
@@ -268,18 +263,12 @@ class TableScan:
         ragged: bool = False,
     ) -> None:
         """nans: also count NaN, and refuse it. split: the column that says which rows validate. placed: whether
-        `digest` depends on the order of rows; else who writes them gives it by `add_sums`. ragged: whether arrays of
-        numbers may differ in length."""
+        `digest` depends on the order of rows; else they have hashes. ragged: whether arrays of numbers may be so."""
         self._types, self._ragged = types, ragged
         self._split = split
         self._placed = placed
         self._nans = {name for name, kind in types.items() if nans and kind.dtype.startswith("float")}
         self._observation = Observation()
-        self._sums: RowSums | None = None
-
-    def add_sums(self, sums: RowSums) -> None:
-        """Of all rows, where the order of rows does not count."""
-        self._sums = sums
 
     def observe(self, df: DataFrame) -> DataFrame:
         """`df`, a result of `select_prepared`, with the counters; write it once."""
@@ -292,15 +281,15 @@ class TableScan:
             *(count_where(F.expr(column)).alias("validating") for column in validates),
             count_where(F.expr(has_missing(self._types, self._nans))).alias("missing"),
         ]
-        added = {}
+        added: dict[str, Column] = {}
+        row, content = HASH_COLUMN, F.col(EXACT_COLUMN)
         if self._placed:
-            added[_POSITION_COLUMN] = F.monotonically_increasing_id()
-            added[_ROW_COLUMN] = hash_row(self._types, behind=validates)
+            row, content = _ROW_COLUMN, hash_columns(_POSITION_COLUMN, *map(quote, self._types), *validates)
+            added = {_POSITION_COLUMN: F.monotonically_increasing_id(), row: hash_row(self._types)}
             df = df.withColumns(added)
-            content = hash_columns(_POSITION_COLUMN, *map(quote, self._types), *validates)
-            counters += [F.bit_xor(content).alias("content"), F.bit_xor(_ROW_COLUMN).alias("mixed")]
-            # Equal rows cancel out in `mixed`.
-            counters += _sum_halves(F.shiftrightunsigned(_ROW_COLUMN, 32))
+        mixed = hash_columns(row, *validates)
+        counters += [F.bit_xor(content).alias("content"), F.bit_xor(mixed).alias("mixed")]
+        counters += _sum_halves(F.shiftrightunsigned(mixed, 32))  # equal rows cancel out in `mixed`
         if texts:
             total = f"aggregate(array({', '.join(texts)}), 0L, (total, each) -> total + each)"
             counters.append(F.expr(f"sum({total}) as bytes"))
@@ -314,18 +303,13 @@ class TableScan:
         return df.observe(self._observation, *counters).drop(*added)
 
     def digest(self) -> str:
-        """A digest of every value and, where rows are placed, its position, after the write: 16 hex digits, "-" and
-        `digest_rows`. It detects changes, not attacks."""
-        content = self._observation.get["content"] if self._sums is None else self._sums.content
-        return f"{_hex(content)}-{self.digest_rows()}"
+        """A digest of every value and, where rows are placed, its position; it detects changes, not attacks."""
+        return f"{_hex(self._observation.get['content'])}-{self.digest_rows()}"
 
     def digest_rows(self) -> str:
-        """The number of rows, and a digest of them in any order, with float64 rounded to float32: sums after a shuffle
-        differ in their last bits from run to run."""
+        """The number of rows, and a digest of them in any order, with float64 rounded to float32: see `add_hashes`."""
         found = self._observation.get
-        sums = self._sums
-        mixed, added = (found["mixed"], _add_halves(found)) if sums is None else (sums.mixed, sums.added)
-        return f"{found['rows']}-{_hex(mixed)}{_hex(added)}"
+        return f"{found['rows']}-{_hex(found['mixed'])}{_hex(_add_halves(found))}"
 
     def count_rows(self) -> dict[bool, int]:
         """The rows to train on (False) and, with a split, those to validate with (True), after the write."""
@@ -404,8 +388,7 @@ def extract_row_digest(content: str) -> str:
 
 
 def _sum_halves(number: Column) -> tuple[Column, Column]:
-    """The sum of a column without a sign, as counters of its high bits and its low 16. ANSI mode refuses a sum that
-    overflows: one of 32 bits would after 2**31 rows, and these do after 2**47."""
+    """The sum of 32 bits as counters of its high bits and its low 16: ANSI mode refuses a sum that overflows."""
     high, low = F.shiftrightunsigned(number, 16), number.bitwiseAND(0xFFFF)
     return F.sum(high).alias("added_high"), F.sum(low).alias("added_low")
 

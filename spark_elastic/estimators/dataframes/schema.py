@@ -5,11 +5,12 @@ Maps Spark's types to numpy's. Knows nothing of stores or files. Any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import DataFrame
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
@@ -33,7 +34,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput, format_columns
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from spark_elastic.training.fit_config import DataConfig
 
 VECTOR_DTYPE = "float32"
 _DTYPES: dict[type[DataType], str] = {
@@ -81,32 +82,17 @@ def describe_class(value: object) -> str:
     return kind.__qualname__ if package == "builtins" else f"{package}.{kind.__qualname__}"
 
 
-def check_columns(
-    schema: StructType,
-    feature_cols: Sequence[str],
-    label_cols: Sequence[str],
-    sample_weight_col: str | None = None,
-    transformed: bool = False,
-) -> None:
-    """Raise InvalidInput unless every column exists and holds numbers: numeric and boolean columns, arrays of them
-    (nested too), ML vectors. transformed: a transformation makes numbers of bytes (images), strings, dates and
-    timestamps."""
-    if not feature_cols:
-        raise InvalidInput(f"feature_cols is empty: name at least one of the columns {schema.names}.")
-    weights = [] if sample_weight_col is None else [sample_weight_col]
-    roles = (
-        ("feature", feature_cols),
-        ("label", label_cols),
-        ("sample weight", weights),
-    )
-    for role, names in roles:
+def check_columns(schema: StructType, data: DataConfig, transformed: bool = False) -> None:
+    """Raise InvalidInput unless every column exists and holds numbers, arrays of them, or ML vectors; with
+    `transformed`, a transformation makes numbers of bytes (images), strings, dates and timestamps."""
+    weights = [] if data.sample_weight_col is None else [data.sample_weight_col]
+    roles = {"feature": data.feature_cols, "label": data.label_cols, "sample weight": weights}
+    for role, names in roles.items():
         for name in names:
             found = find_column_type(schema, name, role, transformed)
             if role == "sample weight" and (found.dimensions or found.dtype not in _DTYPES.values()):
-                raise InvalidInput(
-                    f"The sample weight column {name!r} is {get_type(schema, name).simpleString()}: "
-                    f"it must be one number a row."
-                )
+                kind = get_type(schema, name).simpleString()
+                raise InvalidInput(f"The sample weight column {name!r} is {kind}: it must be one number.")
 
 
 def check_distinct_names(df: DataFrame, used: Iterable[str]) -> None:
@@ -142,8 +128,7 @@ def check_validation_column(schema: StructType, name: str) -> None:
 
 
 def find_column_type(schema: StructType, name: str, role: str = "", transformed: bool = False) -> ColumnType:
-    """The type in which the column is written. Raises InvalidInput, with its role, if it is missing or holds no
-    numbers."""
+    """The type in which the column is written. Raises InvalidInput if it is missing or holds no numbers."""
     called = f"{role} column {name!r}".strip()
     _check_presence(schema, name, called)
     return _find_column_type(get_type(schema, name), called, transformed)

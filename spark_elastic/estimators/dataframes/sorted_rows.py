@@ -12,7 +12,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,14 +48,9 @@ _P1, _P2, _P3, _P4, _P5 = np.array(
 )
 
 
-def hash_further(hashes: Hashes, values: npt.NDArray[Any]) -> Hashes:
-    """Spark's hashes of rows with one more value behind the others: an int or a long."""
-    mixed, words = (
-        hashes + _P5 + np.uint64(values.itemsize),
-        values.view(f"u{values.itemsize}").astype(np.uint64),
-    )
-    if values.itemsize == 4:
-        return _finish(_rotate(mixed ^ words * _P1, 23) * _P2 + _P3)
+def hash_further(hashes: Hashes, values: npt.NDArray[np.int64]) -> Hashes:
+    """Spark's hashes of rows with one more long behind the others."""
+    mixed, words = hashes + _P5 + np.uint64(8), values.view(np.uint64)
     return _finish(_rotate(mixed ^ _rotate(words * _P2, 31) * _P1, 27) * _P1 + _P4)
 
 
@@ -85,42 +80,23 @@ def locate(hashes: Hashes, files: int) -> Hashes:
     return ((hashes >> shift) * np.uint64(files)) >> shift
 
 
-@dataclass(frozen=True)
-class RowSums:
-    """What tells the rows of some chunks from others, in any order."""
-
-    content: int = 0  # of the exact hashes, by xor
-    mixed: int = 0  # of the hashes, with whether a row validates where some do, by xor
-    added: int = 0  # the sum of the high halves of the same hashes, since equal rows cancel out in `mixed`
-    # Different hashes, `SMALLEST` at most.
-    smallest: Hashes = field(default_factory=lambda: np.zeros(0, np.uint64))
-
-    def __add__(self, other: RowSums) -> RowSums:
-        smallest = np.union1d(self.smallest, other.smallest)[:SMALLEST]
-        content, mixed = self.content ^ other.content, self.mixed ^ other.mixed
-        return RowSums(content, mixed, self.added + other.added, smallest)
-
-    @property
-    def distinct(self) -> int:
-        """About how many rows differ: the same number for the same rows."""
-        if len(self.smallest) < SMALLEST:
-            return len(self.smallest)
-        return int((SMALLEST - 1) * 2**64 / int(self.smallest[-1]))
+def estimate_distinct(smallest: Iterable[bytes]) -> int:
+    """About how many rows differ, by the `SMALLEST` hashes of chunks: the same number for the same rows."""
+    found = np.unique(np.frombuffer(b"".join(smallest), np.uint64))[:SMALLEST]
+    return len(found) if len(found) < SMALLEST else int((SMALLEST - 1) * 2**64 / int(found[-1]))
 
 
 @dataclass(frozen=True)
 class SortTask:
     """Writes the rows of a partition as chunks. Gives the name of each, whether its rows validate, the copies of that
-    row of which it has most, and its `RowSums`."""
+    row of which it has most, and its smallest hashes."""
 
     store: Store
     folder: str
     hashes: tuple[str, str]  # columns: rows are sorted by the first; those that are equal in both are equal
     split: str | None = None  # the column that says which rows validate, if some do
 
-    SCHEMA = (
-        "name string, validates boolean, most long, content long, mixed long, added long, smallest binary"
-    )
+    SCHEMA = "name string, validates boolean, most long, smallest binary"
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
         for rows in _join_batches(batches):
@@ -132,26 +108,18 @@ class SortTask:
         hashes, exact = (_to_numpy(rows, name) for name in self.hashes)
         order = chosen[np.argsort(hashes[chosen].view(np.uint64))]
         first = np.flatnonzero(_find_changes(hashes[order]))
-        mixed = hashes[order].view(np.uint64)
-        if self.split is not None:
-            mixed = hash_further(mixed, np.full(len(mixed), validates, np.int32))
-        sums = {
-            "content": np.bitwise_xor.reduce(exact[order]),
-            "mixed": np.bitwise_xor.reduce(mixed).view(np.int64),
-            "added": int((mixed >> np.uint64(32)).sum()),
-            "smallest": hashes[order[first[:SMALLEST]]].tobytes(),
-        }
+        smallest = hashes[order[first[:SMALLEST]]].tobytes()
         counts = np.diff(first, append=len(order))
         # Rows may be equal in the first hash alone.
         alike = exact[order] == np.repeat(exact[order[first]], counts)
         if len(first) >= DISTINCT * len(order) or not alike.all():
             first, counts = np.arange(len(order)), np.ones_like(order)
-        return self.write_sorted(rows.take(pa.array(order[first])), {COPIES: counts}, validates, sums)
+        return self.write_sorted(rows.take(pa.array(order[first])), {COPIES: counts}, validates, smallest)
 
     def write_sorted(
-        self, rows: pa.RecordBatch, added: Columns, validates: bool, sums: Mapping[str, Any] | None = None
+        self, rows: pa.RecordBatch, added: Columns, validates: bool, smallest: bytes = b""
     ) -> pa.RecordBatch:
-        """Write a chunk. added: columns that the rows lack. sums: None: they are known already."""
+        """Write a chunk. added: columns that the rows lack."""
         arrays = [*rows.columns, *map(pa.array, added.values())]
         schema = pa.schema([*rows.schema, *(pa.field(name, pa.int64()) for name in added)])
         rows, most = pa.RecordBatch.from_arrays(arrays, schema=schema), int(added[COPIES].max())
@@ -171,8 +139,7 @@ class SortTask:
         out.write(np.array([*offsets, ranges], np.int64).tobytes())
         name = f"{self.folder}/{uuid.uuid4().hex}.arrows"
         self.store.write_bytes(name, memoryview(out.getvalue()), durable=False)
-        sums = sums or {"content": 0, "mixed": 0, "added": 0, "smallest": b""}
-        described = {"name": name, "validates": validates, "most": most, **sums}
+        described = {"name": name, "validates": validates, "most": most, "smallest": smallest}
         return pa.RecordBatch.from_pylist([described])
 
 
@@ -208,11 +175,8 @@ class ReadTask:
 
 @dataclass(frozen=True)
 class CopyTask:
-    """Numbers the copies of each row and writes them as chunks, by a hash of row and number.
-
-    A task takes a range of hashes, and of each row there a share of its copies; first come rows to train on. It gives
-    what `SortTask` does.
-    """
+    """Numbers the copies of each row and writes them as chunks, by a hash of row and number; gives what `SortTask`
+    does. A task takes a range of hashes, and a share of each row's copies; first come rows to train on."""
 
     sort: SortTask
     chunks: Chunks
@@ -253,8 +217,7 @@ class CopyTask:
 
 @dataclass(frozen=True)
 class MergeTask:
-    """Writes files, by their numbers: first come those to train on. Gives the name of each;
-    "": it has no rows."""
+    """Writes files, by their numbers: first come those to train on. Gives the name of each; "": it has no rows."""
 
     sort: SortTask  # by which the chunks were written
     folder: str

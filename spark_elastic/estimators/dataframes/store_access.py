@@ -34,10 +34,8 @@ _SETTINGS = {
 
 
 def to_spark_url(store: Store, name: str) -> str:
-    """The url of an object as Spark takes it: s3 becomes s3a, and /dbfs/ of Databricks becomes dbfs:/.
-
-    /Volumes/ gets no scheme: Spark takes it as Databricks' volumes there, and as a local folder elsewhere.
-    """
+    """The url of an object as Spark takes it: s3 becomes s3a, /dbfs/ of Databricks dbfs:/, and /Volumes/ stays: Spark
+    takes it as Databricks' volumes there, and as a local folder elsewhere."""
     url = store.join(name)
     if store.is_local:
         path = store.path(name)
@@ -59,17 +57,13 @@ def escape_pattern(path: str) -> str:
 
 
 def check_store_access(spark: SparkSession, store: Store) -> None:
-    """Write an object in Python and look for it in the JVM.
-
-    Raises:
-        StoreError: names the side that fails, its user, and the settings that it uses.
-    """
+    """Write an object in Python and look for it in the JVM. Raises StoreError that names the side that fails."""
     name, token = f"probes/{uuid.uuid4().hex}", uuid.uuid4().hex
     try:
         store.write_bytes(name, token.encode())
     except StoreError as error:
         raise StoreError(
-            f"{error} This was the Python side of the driver, as {_describe_python_client(store)}."
+            f"{error} This was the driver's Python side, as {_describe_python_client(store)}."
         ) from error
     try:
         _read_in_jvm(spark, store, name, token)

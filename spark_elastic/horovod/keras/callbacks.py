@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, rank, size
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, rank, size
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.horovod.keras.values import broadcast_variables
 from spark_elastic.horovod.ops.operations import allreduce_arrays
@@ -57,7 +57,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages the logs of an epoch over all ranks; place it before callbacks that read them. device: not used."""
 
-    def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
+    def __init__(self, device: str = "", process_set: ProcessSet = ALL) -> None:
         super().__init__()
         self._process_set = process_set
 
@@ -156,7 +156,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             logs["lr"] = self._rate()
 
     def factor(self, epoch: float) -> float:
-        """Return the factor of the initial rate."""
         return float(self._multiplier(epoch) if callable(self._multiplier) else self._multiplier)
 
     def _set(self, epoch: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import keras
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, is_single_process
 from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops.distributed_optimizer import (
     GradientOptions,
@@ -34,7 +34,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are those of hor
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     scale_local_gradients: bool = True,
 ) -> Plain:
     """Return `optimizer` with exchanged gradients: of the same class, with the same variables and settings.

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops import operations
 from spark_elastic.runs.handlers import to_array
@@ -28,7 +28,7 @@ def allreduce(
     not used; values travel as they are."""
     mine = _copy(value)
     scale = prescale_factor, postscale_factor
-    operations.allreduce_arrays([mine], name, ReduceOptions.from_args(average, op, scale, global_process_set))
+    operations.allreduce_arrays([mine], name, ReduceOptions.from_args(average, op, scale, ALL))
     return mine
 
 
@@ -50,9 +50,7 @@ def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -
     return operations.reducescatter_arrays([_copy(value)], name, ReduceOptions(op))[0]
 
 
-def broadcast_variables(
-    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set
-) -> None:
+def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = ALL) -> None:
     """Overwrite variables with those of `root_rank`."""
     values = [np.array(to_array(variable), order="C") for variable in variables]
     if values:

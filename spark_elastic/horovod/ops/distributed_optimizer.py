@@ -22,7 +22,6 @@ _EXCHANGE = "_spark_elastic"  # the attribute of an optimizer that holds its exc
 
 
 def validate_backward_passes(count: int) -> int:
-    """Return `backward_passes_per_step` as it is; it must be 1 or more."""
     if count < 1:
         raise InvalidInput(f"backward_passes_per_step must be at least 1; got {count}.")
     return count
@@ -33,7 +32,7 @@ class GradientAccumulator(Generic[T]):
     the former world left unfinished."""
 
     def __init__(self, passes: int, average: bool, copy: Callable[[Sequence[T]], list[T]]) -> None:
-        """average: divide the sums by the number of passes. copy: makes tensors that the accumulator may write to."""
+        """average: divide by the number of passes. copy: makes tensors that the accumulator may write to."""
         self.passes = validate_backward_passes(passes)
         self._average = average
         self._copy = copy
@@ -42,7 +41,7 @@ class GradientAccumulator(Generic[T]):
         self._fence = (0, 0)  # the world in which they were counted
 
     def add(self, gradients: Sequence[T | None]) -> list[T | None] | None:
-        """Add one pass. Returns the sums if that completes the step, else None."""
+        """Returns the sums if this pass completes the step, else None."""
         fence = world().fence
         if fence != self._fence:
             self._fence, self._done = fence, 0
@@ -86,7 +85,6 @@ class OptimizerExchange(ABC, Generic[T]):
     kind: type[WrappedOptimizer]  # of the optimizer that exchanges so
 
     def __init__(self, options: GradientOptions, passes: int, average: bool) -> None:
-        """average: divide the sums of several backward passes by their number."""
         self.options = options
         self.accumulator: GradientAccumulator[T] = GradientAccumulator(passes, average, self.copy)
         self.local: list[Any] = []  # variables whose gradients are not exchanged
@@ -152,8 +150,8 @@ def wrap_optimizer(
     optimizer: Plain, make_exchange: Callable[[], OptimizerExchange[Any]], utils: Any
 ) -> Plain:
     """Return `optimizer` with the class `kind` of the exchange before its own; Keras saves it as the plain optimizer.
-    The result is the optimizer itself: variables, learning rate and schedules are the same objects. make_exchange:
-    makes what an optimizer of that class has of its own. utils: the module of Keras."""
+    The result is the optimizer itself: variables, learning rate and schedules are the same objects. utils: the module
+    of Keras."""
     own = type(optimizer)
     needed = ("apply", "apply_gradients", "build")
     if isinstance(optimizer, WrappedOptimizer) or not all(

@@ -15,8 +15,10 @@ from spark_elastic.gradients.process_sets import (
     add_process_set,
     cross_rank,
     cross_size,
+    get_process_set_ids_and_ranks,
     global_process_set,
     is_homogeneous,
+    is_process_set_included,
     local_rank,
     local_size,
     rank,
@@ -27,6 +29,8 @@ from spark_elastic.gradients.process_sets import (
 from spark_elastic.gradients.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.gradients.timeline import start_timeline, stop_timeline
 from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt
+from spark_elastic.horovod.ops.compression import Compression
+from spark_elastic.horovod.ops.operations import barrier
 from spark_elastic.worker.context import get_process_context
 
 
@@ -86,6 +90,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: objec
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "Max",
@@ -95,17 +100,21 @@ __all__ = [
     "ReduceOp",
     "Sum",
     "add_process_set",
+    "barrier",
     "ccl_built",
+    "check_extension",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "get_process_set_ids_and_ranks",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "is_process_set_included",
     "local_rank",
     "local_size",
     "mpi_built",

@@ -8,11 +8,10 @@ ranks first. The machine has no clock and no thread.
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any, Literal
 
 from elastic_collectives import CollectiveError, MismatchError, RequestTimeout
 
@@ -34,18 +33,9 @@ class OperationRequest:
     compression: str | None = None  # None, "fp16" or "bf16"
     root: int = 0  # of a broadcast: rank within the process set
 
-    def to_json(self) -> bytes:
-        return json.dumps([getattr(self, field.name) for field in fields(self)]).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> OperationRequest:
-        kind, name, dtypes, shapes, op, scale, compression, root = json.loads(text)
-        shapes = tuple(map(tuple, shapes))
-        return cls(kind, name, tuple(dtypes), shapes, op, (scale[0], scale[1]), compression, root)
-
 
 def find_mismatch(label: str, requests: Mapping[int, OperationRequest]) -> tuple[tuple[int, ...], str] | None:
-    """Return (ranks whose request differs from the first one, a sentence), or None if all requests are equal."""
+    """Return (ranks whose request differs from the first one, a sentence); None: all are equal."""
     first, *others = sorted(requests)
     expected = requests[first]
     off = tuple(rank for rank in others if requests[rank] is not expected and requests[rank] != expected)
@@ -68,11 +58,6 @@ def _format_value(value: object) -> str:
 
 
 CAPACITY = 4096  # requests in the cache
-_NEW = 0xFFFF  # numbers that stand for no cached request: the request follows as JSON,
-_EXPIRED = 0xFFFE  # the label of an operation that waited too long follows,
-_JOIN = 0xFFFD  # the number of steps before the join follows
-_NUMBER = struct.Struct("<H")
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -85,62 +70,42 @@ class Message:
 
 
 class RequestCache:
-    """Encodes requests that were sent before as two bytes, as Horovod's response cache does. All ranks decode all
+    """Encodes requests that were sent before as numbers, as Horovod's response cache does. All ranks decode all
     messages, so that they number the same requests alike, and clear their caches together."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self._capacity = capacity
+    def __init__(self) -> None:
         self._numbers: dict[OperationRequest, int] = {}
         self._requests: list[OperationRequest] = []
 
     def encode(self, messages: Sequence[Message]) -> bytes:
-        return b"".join(map(self._encode_message, messages))
+        return json.dumps(list(map(self._pack, messages)), separators=(",", ":")).encode()
 
-    def _encode_message(self, message: Message) -> bytes:
-        if message.request is None:
-            if message.expired is not None:
-                return _encode_text(_EXPIRED, message.expired.encode())
-            return _NUMBER.pack(_JOIN) + _LENGTH.pack(message.joined)
-        number = self._numbers.get(message.request)
-        return _encode_text(_NEW, message.request.to_json()) if number is None else _NUMBER.pack(number)
+    def _pack(self, message: Message) -> object:
+        if message.request is not None:
+            number = self._numbers.get(message.request)
+            return astuple(message.request) if number is None else number
+        return {"joined": message.joined} if message.expired is None else {"expired": message.expired}
 
     def decode(self, texts: Sequence[bytes]) -> list[list[Message]]:
         """Return each rank's messages of one round, and add their new requests to the cache."""
-        by_rank = [list(self._decode_messages(text)) for text in texts]
-        for messages in by_rank:
-            for message in messages:
-                self._add(message.request)
-        if len(self._requests) > self._capacity:
+        by_rank = [list(map(self._unpack, json.loads(text))) for text in texts]
+        for request in (message.request for messages in by_rank for message in messages):
+            if request is not None and request not in self._numbers:
+                self._numbers[request] = len(self._requests)
+                self._requests.append(request)
+        if len(self._requests) > CAPACITY:
             self._numbers.clear()
             self._requests.clear()
         return by_rank
 
-    def _add(self, request: OperationRequest | None) -> None:
-        if request is not None and request not in self._numbers:
-            self._numbers[request] = len(self._requests)
-            self._requests.append(request)
-
-    def _decode_messages(self, text: bytes) -> Iterator[Message]:
-        at = 0
-        while at < len(text):
-            (number,) = _NUMBER.unpack_from(text, at)
-            at += _NUMBER.size
-            if number < _JOIN:
-                yield Message(self._requests[number])
-                continue
-            (length,) = _LENGTH.unpack_from(text, at)
-            at += _LENGTH.size
-            if number == _JOIN:
-                yield Message(joined=length)
-            else:
-                body = text[at : at + length]
-                at += length
-                is_new = number == _NEW
-                yield Message(OperationRequest.from_json(body)) if is_new else Message(expired=body.decode())
-
-
-def _encode_text(number: int, text: bytes) -> bytes:
-    return _NUMBER.pack(number) + _LENGTH.pack(len(text)) + text
+    def _unpack(self, packed: Any) -> Message:
+        if isinstance(packed, int):
+            return Message(self._requests[packed])
+        if isinstance(packed, dict):
+            return Message(**packed)
+        kind, name, dtypes, shapes, op, scale, *rest = packed
+        shapes, scale = tuple(map(tuple, shapes)), (scale[0], scale[1])
+        return Message(OperationRequest(kind, name, tuple(dtypes), shapes, op, scale, *rest))
 
 
 @dataclass(frozen=True)
@@ -154,8 +119,6 @@ class Response:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round decided."""
-
     responses: tuple[Response, ...]  # in the order in which to carry them out
     announced: tuple[str, ...]  # labels of the requests that this rank announced in the round, in their order
     # Once all ranks have joined, which ends the join: the one that joined last.
@@ -164,15 +127,11 @@ class RoundResult:
 
 @dataclass
 class _PendingOperation:
-    """An operation that some ranks have requested and others have not."""
-
     requests: dict[int, OperationRequest] = field(default_factory=dict)  # by rank
     expired: bool = False  # a rank has waited for it too long
 
 
 class Negotiation:
-    """One rank's copy of the machine."""
-
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
@@ -184,7 +143,7 @@ class Negotiation:
 
     @property
     def pending(self) -> dict[str, tuple[int, ...]]:
-        """Operations that some rank has requested, each with the ranks that have not requested it."""
+        """By operation that some rank has requested, the ranks that have not requested it."""
         return {label: self._find_missing_ranks(entry) for label, entry in self._pending.items()}
 
     @property
@@ -194,12 +153,11 @@ class Negotiation:
         return len(waiting | set(self._joined)) == self._size
 
     def encode(self, messages: Sequence[Message]) -> bytes:
-        """Return what this rank sends in the next round."""
         return self._cache.encode(messages)
 
     def process(self, texts: Sequence[bytes], deadlocked: bool = False) -> RoundResult:
-        """Process one round. texts: what each rank sent, in rank order. deadlocked: all ranks have been waiting for
-        long, so that pending operations fail unless one is ready."""
+        """texts: what each rank sent, in rank order. deadlocked: all ranks have been waiting for long, so that pending
+        operations fail unless one is ready."""
         announced: list[str] = []
         for rank, messages in enumerate(self._cache.decode(texts)):
             for message in messages:
@@ -215,7 +173,7 @@ class Negotiation:
         return RoundResult(tuple(responses), tuple(announced), self._finish_join())
 
     def _apply(self, rank: int, message: Message) -> str | None:
-        """Record a message of a rank. Returns the label of the operation that it requests, if it requests one."""
+        """Returns the label of the operation that the message requests, if it requests one."""
         if message.expired is not None:
             if message.expired in self._pending:
                 self._pending[message.expired].expired = True
@@ -253,7 +211,7 @@ class Negotiation:
         return Response(label, request)
 
     def _make_deadlock_responses(self) -> list[Response]:
-        """Return an error for every pending operation: each rank waits for one that the others do not request."""
+        """Every pending operation fails: each rank waits for one that the others do not request."""
         waits = "; ".join(
             f"rank(s) {_format_ranks(sorted(entry.requests))} for {label!r}, which rank(s) "
             f"{_format_ranks(self._find_missing_ranks(entry))} did not request"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from spark_elastic.horovod.ops.negotiation import OperationRequest
 
 if TYPE_CHECKING:
     from spark_elastic.horovod.ops.operation_queue import OperationQueue
+
+Arrays: TypeAlias = Sequence[Array]
 
 POLLED_AGAIN = 0.5  # seconds: a caller that polls more rarely than this does other things meanwhile
 
@@ -33,7 +35,7 @@ class Operation:
     def __init__(
         self,
         request: OperationRequest,
-        arrays: Sequence[Array],
+        arrays: Arrays,
         queue: OperationQueue,
         splits: list[int] | None = None,
     ) -> None:
@@ -53,8 +55,8 @@ class Operation:
         self._error: Exception | None = None
 
     def wait(self) -> tuple[Array, ...]:
-        """Run rounds until the operation is done. The deadlines of the queue bound the wait. Raises CollectiveError if
-        the operation failed, or the group broke. Raises Exception if this rank itself could not carry it out."""
+        """Run rounds until the operation is done, as long as the queue's deadlines let it. Raises CollectiveError if
+        it failed, or the group broke, and any Exception for which this rank itself could not carry it out."""
         if not self.done:
             self._has_blocked_thread = True
             self._wait_began_at = self._wait_began_at or self._queue.clock.now()
@@ -72,7 +74,6 @@ class Operation:
         return self.done
 
     def count_seconds_waited(self, now: float) -> float:
-        """Return the seconds since the first wait or poll; 0 if there was none."""
         return 0.0 if self._wait_began_at is None else now - self._wait_began_at
 
     def has_waiter(self, now: float) -> bool:
@@ -81,7 +82,7 @@ class Operation:
         return self._has_blocked_thread or polls
 
     def complete(self, outputs: tuple[Array, ...] = (), error: Exception | None = None) -> None:
-        """Set the outputs or the error, unless it is done already. Called by the queue."""
+        """Set the outputs or the error, unless it is done already."""
         with self._queue.condition:
             if not self.done:
                 self.outputs, self._error, self.done = outputs, error, True
@@ -89,8 +90,7 @@ class Operation:
 
 
 def reraise(error: Exception) -> NoReturn:
-    """Raise an error for one of several callers. Each gets a CollectiveError of its own; any other error keeps the
-    traceback of its origin."""
+    """Each of several callers gets a CollectiveError of its own; any other error keeps the traceback of its origin."""
     if isinstance(error, CollectiveError):
         raise type(error)(error.ranks, error.reason)
     raise error
@@ -101,8 +101,6 @@ FUSED_AT_MOST = 1 << 20  # bytes of an operation: to copy a larger one costs mor
 
 @dataclass(frozen=True)
 class Task:
-    """An operation that all ranks carry out now."""
-
     label: str  # as in its `Response`
     request: OperationRequest  # as in its `Response`
     operation: Operation | None  # None: this rank has joined and has not requested it
@@ -139,7 +137,7 @@ def _fusion_key(request: OperationRequest) -> object | None:
 
 
 def validate(operation: Operation, size: int) -> None:
-    """Raise InvalidInput if an operation's arrays or arguments are invalid, before this rank announces it."""
+    """Raise InvalidInput if arrays or arguments are invalid, before this rank announces the operation."""
     request = operation.request
     try:
         for array, name in zip(operation.arrays, request.dtypes, strict=True):
@@ -198,19 +196,14 @@ def _execute_allreduces(group: Group, batch: Sequence[Task]) -> None:
         for name, array in zip(task.request.dtypes, mine, strict=True):
             arrays.setdefault(name, []).append(array)
     for name, alike in arrays.items():
-        if len(alike) == 1:
-            group.allreduce(
-                alike[0], request.op, dtype=name, scale=request.scale, compression=request.compression
-            )
-        else:
-            group.grouped_allreduce(alike, request.op, name, None, request.scale, request.compression)
+        group.grouped_allreduce(alike, request.op, name, None, request.scale, request.compression)
     for task in batch:
         if task.operation is not None:
             task.operation.complete(task.operation.arrays)
 
 
 def make_neutral_arrays(request: OperationRequest) -> tuple[Array, ...]:
-    """Return what a rank that has joined contributes: arrays that do not change the result of the reduction."""
+    """What a rank that has joined contributes: arrays that do not change the result of the reduction."""
     op, factor = request.op, request.scale[0]
     return tuple(
         narrow(np.full(shape, _find_neutral_element(op, name, factor), _numpy_name(name)), name)

@@ -18,21 +18,22 @@ from functools import partial
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
-from elastic_collectives.operands import Array
 from spark_elastic.clock import Clock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.timeline import Timeline
-from spark_elastic.horovod.ops.negotiation import (
-    Message,
-    Negotiation,
-    OperationRequest,
-    Response,
-    RoundResult,
+from spark_elastic.horovod.ops.negotiation import Message, Negotiation, OperationRequest, RoundResult
+from spark_elastic.horovod.ops.operation import (
+    Arrays,
+    Operation,
+    Task,
+    execute,
+    fuse_tasks,
+    reraise,
+    validate,
 )
-from spark_elastic.horovod.ops.operation import Operation, Task, execute, fuse_tasks, reraise, validate
 
-HEAD = 512  # bytes of the exchange that each round begins with; longer messages take a second exchange
+HEAD = 1024  # bytes of the exchange that each round begins with; longer messages take a second exchange
 _HEADING = struct.Struct("<I?")  # they begin with: the message's length, whether the rank seems deadlocked
 # Seconds that the thread of the queue waits for further requests before it starts a round.
 COLLECT_WAIT = 0.001
@@ -46,8 +47,6 @@ log = logging.getLogger(__name__)
 
 
 class OperationQueue:
-    """The negotiated operations of one group, from the first one on."""
-
     def __init__(
         self,
         group: Group,
@@ -87,15 +86,12 @@ class OperationQueue:
     def submit(
         self,
         request: OperationRequest,
-        arrays: Sequence[Array] = (),
+        arrays: Arrays = (),
         splits: list[int] | None = None,
         awaited: bool = False,
     ) -> Operation:
-        """Request an operation. Its arrays belong to the queue until the handle is done.
-
-        Args:
-            splits: of an alltoall: rows for each rank.
-            awaited: the caller waits for it at once, so that the thread of the queue need not wake up.
+        """Request an operation. Its arrays belong to the queue until the handle is done. awaited: the caller waits for
+        it at once, so that the thread of the queue need not wake up.
 
         Raises:
             InvalidInput: the arguments are invalid, or an operation of that name is in progress.
@@ -156,9 +152,8 @@ class OperationQueue:
             self._wake_thread.set()
 
     def _set_idle(self, *, idle: bool) -> None:
-        """Set or lift the timeout of the group. An idle round has none, since no thread waits for it: a rank that is
-        late, because a long call holds the interpreter lock, breaks nothing. The timeout counts from the first request
-        on."""
+        """An idle round has no timeout, since no thread waits for it: a rank that is late, because a long call holds
+        the interpreter lock, breaks nothing. The timeout counts from the first request on."""
         if idle is not self._idle:
             self._idle = idle
             self.group.set_timeout(None if idle else self.group.timeout)
@@ -166,7 +161,6 @@ class OperationQueue:
     # ---- which thread runs a round
 
     def _run(self) -> None:
-        """The thread of the queue."""
         while self._error is None:
             woken = self._wake_thread.wait(IDLE)
             self._wake_thread.clear()
@@ -176,8 +170,7 @@ class OperationQueue:
                 self._wake_thread.set()
 
     def _can_skip_round(self, woken: bool) -> bool:
-        """Whether the thread of the queue leaves out a round. Threads that wait for operations run rounds themselves:
-        taking turns with them would cost more than a round."""
+        """Whether to leave a round to the threads that wait for operations: taking turns would cost more than it."""
         needed = self._has_work() if woken else self.clock.now() - self._last_round_at > IDLE / 2
         return self._waiting_threads > 0 or not needed
 
@@ -191,7 +184,6 @@ class OperationQueue:
                 return
 
     def run_until_done(self, operation: Operation) -> None:
-        """Run rounds until the operation is done. Called by a thread that waits for it."""
         with self.condition:
             self._waiting_threads += 1
         try:
@@ -239,7 +231,6 @@ class OperationQueue:
                 raise  # Ctrl-C in a thread that waits
 
     def _break(self, error: Exception) -> None:
-        """Fail all operations, and all later calls."""
         with self.condition:
             self._error = error
             operations = [*self._new, *self._announcing, *self._announced.values()]
@@ -290,7 +281,7 @@ class OperationQueue:
             self._stall_check.check(self._negotiation.pending, self.clock.now())
 
     def _exchange(self, message: bytes) -> tuple[list[bytes], bool]:
-        """Exchange the messages of a round. Returns those of all ranks, and whether all ranks seem deadlocked."""
+        """Returns the messages of all ranks, and whether all ranks seem deadlocked."""
         first = message[: HEAD - _HEADING.size]
         head = _HEADING.pack(len(message), self._seems_deadlocked()) + first
         heads = self.group.allgather(np.frombuffer(head.ljust(HEAD, b"\0"), np.uint8)).tobytes()
@@ -316,8 +307,8 @@ class OperationQueue:
         for response in result.responses:
             if response.error is None:
                 tasks.append(Task(response.label, response.request, self._announced.get(response.label)))
-            else:
-                self._fail_operation(response)
+            elif (operation := self._announced.pop(response.label, None)) is not None:
+                operation.complete(error=response.error.to_world_ranks(self.group.members))
         for batch in fuse_tasks(tasks, self._limits.fusion_threshold):
             begin = self.clock.now()
             execute(self.group, batch)
@@ -331,19 +322,12 @@ class OperationQueue:
             joined, self._join = self._join, None
             joined.complete((np.array([result.last_joined], np.int64),))
 
-    def _fail_operation(self, response: Response) -> None:
-        operation = self._announced.pop(response.label, None)
-        if operation is not None:
-            operation.complete(error=response.error and response.error.to_world_ranks(self.group.members))
-
 
 class OperationStallCheck:
-    """Horovod's stall check of operations that some ranks have requested and others have not. One thread; time is a
-    value."""
+    """Horovod's stall check of operations that some ranks have requested and others have not."""
 
     def __init__(self, process_set: str, warn_after: float, members: Sequence[int]) -> None:
-        """process_set: its name in messages; "" for the whole world. warn_after: seconds until the first warning of an
-        operation, and between two of them. members: rank in the world of each rank of the process set."""
+        """members: rank in the world of each rank of the process set, whose name is "" for the whole world."""
         self._where = f" of {process_set}" if process_set else ""
         self._warn_after = warn_after
         self._members = members
@@ -351,7 +335,6 @@ class OperationStallCheck:
         self._warned_at: dict[str, float] = {}  # by label
 
     def check(self, pending: Mapping[str, tuple[int, ...]], now: float) -> None:
-        """Log what has been pending for too long: by label, the ranks that have not requested it."""
         for label in self._pending_since.keys() - pending.keys():
             del self._pending_since[label]
             self._warned_at.pop(label, None)

@@ -21,18 +21,18 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import (
+    ALL,
     ProcessSet,
     check_alone,
     choose_channel,
     find_root_index,
-    global_process_set,
     is_added,
     world,
 )
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.horovod.ops.negotiation import Kind, OperationRequest
-from spark_elastic.horovod.ops.operation import Operation
+from spark_elastic.horovod.ops.operation import Arrays, Operation
 from spark_elastic.horovod.ops.operation_queue import OperationQueue
 from spark_elastic.runs.snapshot import pickle_value
 from spark_elastic.worker.context import get_context, get_group_context
@@ -51,7 +51,7 @@ class _Queues(dict[tuple[int, ...], OperationQueue]):
         self.limits = operations_from_env()
 
 
-def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
+def get_queue(process_set: ProcessSet = ALL) -> OperationQueue:
     """Return the queue to which operations of that set are submitted in the current world; it must be an added set of
     this rank."""
     if not isinstance(process_set, ProcessSet):
@@ -68,7 +68,7 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
             if group.size > 1:
                 # With a subgroup and a thread for each set, operations never wait for gradients, nor the reverse.
                 group = group.subgroup(choose_channel("operations", ranks), process_set.ranks)
-            name = "" if process_set is global_process_set else repr(process_set)
+            name = "" if process_set is ALL else repr(process_set)
             worker = get_context()
             wait = nullcontext if worker is None else worker.wait_recorder.record_wait
             queues[ranks] = OperationQueue(group, SystemClock(), queues.limits, name, wait)
@@ -77,7 +77,7 @@ def get_queue(process_set: ProcessSet = global_process_set) -> OperationQueue:
     return queue
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
+def barrier(process_set: ProcessSet = ALL) -> None:
     """Return once all ranks of the set have called it."""
     get_queue(process_set).submit(OperationRequest("barrier"), awaited=True).wait()
 
@@ -85,7 +85,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def submit(
     kind: Kind,
     name: str | None,
-    arrays: Sequence[Array],
+    arrays: Arrays,
     process_set: ProcessSet,
     splits: list[int] | None = None,
     *,
@@ -94,25 +94,19 @@ def submit(
     **fields: Any,
 ) -> Operation:
     """Request an operation on contiguous arrays, which belong to it until it is done. name: the user's; names of
-    different kinds are apart. splits: of an alltoall; None: equal parts. dtypes: None: those of the arrays. awaited:
-    the caller waits for it at once. fields: further ones of the `OperationRequest`."""
-    request = OperationRequest(
-        kind,
-        None if name is None else f"{kind}.{name}",
-        dtypes or tuple(array.dtype.name for array in arrays),
-        tuple((-1, *array.shape[1:]) if kind in RAGGED else tuple(array.shape) for array in arrays),
-        **fields,
-    )
+    different kinds are apart. splits: of an alltoall; None: equal parts. dtypes: None: the arrays' own. fields:
+    further ones of the `OperationRequest`."""
+    label = None if name is None else f"{kind}.{name}"
+    shapes = tuple((-1, *array.shape[1:]) if kind in RAGGED else tuple(array.shape) for array in arrays)
+    names = dtypes or tuple(array.dtype.name for array in arrays)
+    request = OperationRequest(kind, label, names, shapes, **fields)
     # The engine takes the memory of bfloat16 as uint16.
     operands = [a.view(np.uint16) if a.dtype.name == "bfloat16" else a for a in arrays]
     return get_queue(process_set).submit(request, operands, splits, awaited=awaited)
 
 
 def allreduce_arrays(
-    arrays: Sequence[Array],
-    name: str | None = None,
-    options: ReduceOptions = AVERAGE,
-    wire: str | None = None,
+    arrays: Arrays, name: str | None = None, options: ReduceOptions = AVERAGE, wire: str | None = None
 ) -> None:
     """Allreduce arrays in place, as one operation. wire: how the engine compresses them."""
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale, "compression": wire}
@@ -120,25 +114,20 @@ def allreduce_arrays(
 
 
 def broadcast_arrays(
-    arrays: Sequence[Array],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    arrays: Arrays, root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> None:
     """Broadcast arrays in place, as one operation, from the rank `root_rank` of the world."""
     submit("broadcast", name, arrays, process_set, root=find_root_index(process_set, root_rank)).wait()
 
 
-def allgather_arrays(
-    arrays: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Array]:
+def allgather_arrays(arrays: Arrays, name: str | None = None, process_set: ProcessSet = ALL) -> list[Array]:
     """Return the rows of all ranks, in rank order. The arrays travel as one operation."""
     rows = submit("allgather", name, arrays, process_set).wait()
     return [result.view(array.dtype) for result, array in zip(rows, arrays, strict=True)]
 
 
 def reducescatter_arrays(
-    arrays: Sequence[Array], name: str | None = None, options: ReduceOptions = AVERAGE
+    arrays: Arrays, name: str | None = None, options: ReduceOptions = AVERAGE
 ) -> list[Array]:
     """Return this rank's rows of the reduced arrays. They travel as one operation."""
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale}
@@ -162,9 +151,7 @@ def compress_tensors(
     return None, [tensor for tensor, _ in compressed], decompress
 
 
-def broadcast_object(
-    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> T:
+def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = ALL) -> T:
     """Return the object of rank `root_rank`."""
     if process_set.size() == 1:
         return obj
@@ -178,9 +165,7 @@ def broadcast_object(
     return obj if is_root else _from_bytes(data)
 
 
-def allgather_object(
-    obj: T, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[T]:
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = ALL) -> list[T]:
     """Return the objects of all ranks, in rank order."""
     mine, name = _to_bytes(obj), name or "object"
     (lengths,) = allgather_arrays([np.array([len(mine)], np.int64)], f"{name}.length", process_set)

@@ -7,7 +7,6 @@ average of integers is truncated towards zero; 16-bit floats are accumulated as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,11 @@ import tensorflow as tf
 
 from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, is_single_process
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions, Sum
 from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import allgather_arrays, allreduce_arrays, compress_tensors
-from spark_elastic.horovod.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
+from spark_elastic.horovod.tensorflow.arrays import Tensor, Tensors, call, copy_arrays, no_autograph
 
 
 @no_autograph
@@ -33,7 +32,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     ignore_name_scope: bool = False,
 ) -> Tensor:
     """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable.
@@ -48,7 +47,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
 
 @no_autograph
 def grouped_allreduce(  # noqa: PLR0913
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -56,7 +55,7 @@ def grouped_allreduce(  # noqa: PLR0913
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Tensor]:
@@ -74,7 +73,7 @@ def grouped_allreduce(  # noqa: PLR0913
 
 
 @no_autograph
-def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+def allreduce_tensors(tensors: Tensors, name: str | None, options: ReduceOptions) -> list[Tensor]:
     """Allreduce tensors as one operation. Differentiable: the gradient is reduced in the same way."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -87,7 +86,7 @@ def allreduce_tensors(tensors: Sequence[Tensor], name: str | None, options: Redu
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+def _allreduce(tensors: Tensors, name: str | None, options: ReduceOptions) -> list[Tensor]:
     wire, exchanged, decompress = compress_tensors(tensors, options, are_float32(tensors))
 
     def body(arrays: list[Array]) -> list[Array]:
@@ -98,21 +97,16 @@ def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptio
     return decompress(call(body, exchanged, [t.dtype for t in exchanged], [t.shape for t in tensors]))
 
 
-def are_float32(tensors: Sequence[Tensor]) -> bool:
+def are_float32(tensors: Tensors) -> bool:
     return all(tensor.dtype == tf.float32 for tensor in tensors)
 
 
 def allreduce_slices(
     slices: Any, name: str | None, options: ReduceOptions, allow_single: bool = False
 ) -> Any:
-    """Return IndexedSlices with the rows of all ranks, each listed once. They travel uncompressed.
-
-    Args:
-        allow_single: a rank that is not in the set keeps its own rows; else that is an error.
-
-    Raises:
-        NotImplementedError: the reduction is neither Average nor Sum; Horovod's error, too.
-    """
+    """Return IndexedSlices with the rows of all ranks, each listed once; they travel uncompressed. allow_single: a
+    rank that is not in the set keeps its own rows; else that is an error. Raises NotImplementedError, as Horovod does,
+    if the reduction is neither Average nor Sum."""
     if options.op not in (Average, Sum):
         raise NotImplementedError(
             f"IndexedSlices take Average and Sum, not {options.op.name}: use tf.convert_to_tensor first."

@@ -28,6 +28,7 @@ from spark_elastic.worker.context import get_group_context, get_process_context
 REUSED_FROM = 1 << 20  # bytes; smaller pieces are cheaper to allocate anew
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Tensor: TypeAlias = Any  # a tf.Tensor, eager or of a graph
+Tensors: TypeAlias = Sequence[Tensor]
 
 
 def _check_dtype(dtype: Any) -> None:
@@ -141,7 +142,7 @@ def append_to_graph(build: Callable[[], list[Tensor]]) -> list[Tensor]:
 
 
 @no_autograph
-def call(body: Body, tensors: Sequence[Tensor], dtypes: Sequence[Any], shapes: Sequence[Any]) -> list[Tensor]:
+def call(body: Body, tensors: Tensors, dtypes: Sequence[Any], shapes: Sequence[Any]) -> list[Tensor]:
     """Run `body` now in eager mode, or as one `tf.numpy_function` of the graph. Calls of one graph run in the order in
     which they were traced, so that unnamed operations match.
 

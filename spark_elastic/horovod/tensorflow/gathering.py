@@ -15,24 +15,42 @@ import tensorflow as tf
 from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients import process_sets
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops import operations
 from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import compress_tensors, get_queue, reducescatter_arrays, submit
 from spark_elastic.horovod.tensorflow.allreduce import allreduce_tensors
-from spark_elastic.horovod.tensorflow.arrays import Tensor, call, copy_arrays, no_autograph
+from spark_elastic.horovod.tensorflow.arrays import Tensor, Tensors, call, copy_arrays, no_autograph
 from spark_elastic.runs.handlers import unwrap_variable
 
 T = TypeVar("T")
 
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "grouped_allgather",
+    "grouped_reducescatter",
+    "join",
+    "local_rank_op",
+    "local_size_op",
+    "process_set_included_op",
+    "rank_op",
+    "reducescatter",
+    "size_op",
+]
+
 
 @no_autograph
 def allgather(
-    tensor: Tensor,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = ALL
 ) -> Tensor:
     """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
@@ -40,10 +58,7 @@ def allgather(
 
 @no_autograph
 def grouped_allgather(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    tensors: Tensors, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = ALL
 ) -> list[Tensor]:
     """Allgather several tensors as one operation. Differentiable."""
     if not tensors:
@@ -65,7 +80,7 @@ def grouped_allgather(
     return list(differentiable(*(t[None] if t.shape.rank == 0 else t for t in as_tensors)))
 
 
-def _allgather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> list[Tensor]:
+def _allgather(tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[Tensor]:
     def body(arrays: list[Array]) -> Sequence[Array]:
         return operations.allgather_arrays(arrays, name, process_set)
 
@@ -79,7 +94,7 @@ def broadcast(
     root_rank: int,
     name: str | None = None,
     ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Tensor:
     """Return the tensor of rank `root_rank` of the world. Differentiable."""
 
@@ -96,7 +111,7 @@ def broadcast(
 
 
 def broadcast_all(
-    tensors: Sequence[Tensor], root_rank: int, name: str | None, process_set: ProcessSet
+    tensors: Tensors, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> list[Tensor]:
     """Broadcast several tensors as one operation."""
 
@@ -110,10 +125,7 @@ def broadcast_all(
 
 @no_autograph
 def broadcast_(
-    variables: Sequence[Any],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> list[Any]:
     """Overwrite variables with those of rank `root_rank`, as one operation.
 
@@ -137,10 +149,7 @@ def _overwrite(
 
 @no_autograph
 def broadcast_variables(
-    variables: Sequence[Any],
-    root_rank: int,
-    process_set: ProcessSet = global_process_set,
-    inplace: bool = False,
+    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = ALL, inplace: bool = False
 ) -> Any:
     """Overwrite variables, of TensorFlow or Keras, with those of `root_rank`. inplace: not used.
 
@@ -152,11 +161,7 @@ def broadcast_variables(
 
 
 def broadcast_object(
-    obj: T,
-    root_rank: int = 0,
-    session: object = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    obj: T, root_rank: int = 0, session: object = None, name: str | None = None, process_set: ProcessSet = ALL
 ) -> T:
     """Return the object of rank `root_rank`. session: only None, TensorFlow 2 has none."""
     _refuse_session(session)
@@ -164,7 +169,7 @@ def broadcast_object(
 
 
 def allgather_object(
-    obj: T, session: object = None, name: str | None = None, process_set: ProcessSet = global_process_set
+    obj: T, session: object = None, name: str | None = None, process_set: ProcessSet = ALL
 ) -> list[T]:
     """Return the objects of all ranks, in rank order. session: only None, TensorFlow 2 has none."""
     _refuse_session(session)
@@ -172,10 +177,7 @@ def allgather_object(
 
 
 def broadcast_object_fn(
-    root_rank: int = 0,
-    session: object = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    root_rank: int = 0, session: object = None, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Callable[[Any], Any]:
     """Return a function that broadcasts an object of `root_rank`. session: only None, TensorFlow 2 has none."""
     _refuse_session(session)
@@ -226,7 +228,7 @@ def alltoall(
     splits: Any = None,
     name: str | None = None,
     ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Any:
     """Send part r of the tensor, cut along dimension 0, to rank r; return the received parts in rank order.
 
@@ -274,7 +276,7 @@ def reducescatter(  # noqa: PLR0913 - name and arguments are Horovod's
     compression: Any = Compression.none,
     op: ReduceOp = Average,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -287,11 +289,11 @@ def reducescatter(  # noqa: PLR0913 - name and arguments are Horovod's
 
 @no_autograph
 def grouped_reducescatter(  # noqa: PLR0913
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     device_dense: str = "",
     compression: Any = Compression.none,
     op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
@@ -303,20 +305,16 @@ def grouped_reducescatter(  # noqa: PLR0913
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(*given: Tensor) -> tuple[list[Tensor], Any]:
         def gradient(*upstream: Tensor) -> list[Tensor]:
-            return _gather_gradients(upstream, options)
+            factor = options.reducescatter_gradient_factor(lambda: tf.cast(size_op(process_set), tf.float64))
+            wholes = grouped_allgather(upstream, process_set=process_set)
+            return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
 
         return _reducescatter(given, name, options), gradient
 
     return list(differentiable(*(tf.convert_to_tensor(tensor) for tensor in tensors)))
 
 
-def _gather_gradients(upstream: Sequence[Tensor], options: ReduceOptions) -> list[Tensor]:
-    factor = options.reducescatter_gradient_factor(lambda: tf.cast(size_op(options.process_set), tf.float64))
-    wholes = grouped_allgather(upstream, process_set=options.process_set)
-    return [whole * tf.cast(factor, whole.dtype) for whole in wholes]
-
-
-def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+def _reducescatter(tensors: Tensors, name: str | None, options: ReduceOptions) -> list[Tensor]:
     _, exchanged, decompress = compress_tensors(tensors, options, all_float32=False)
 
     def body(arrays: list[Array]) -> Sequence[Array]:
@@ -339,7 +337,6 @@ def rank_op(name: str | None = None) -> Tensor:
 
 
 def rank_in(process_set: ProcessSet) -> Tensor:
-    """Return the rank of this process in the set."""
     return _evaluate(process_set.rank)
 
 

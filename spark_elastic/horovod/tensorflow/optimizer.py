@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set, is_single_process
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, is_single_process
 from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.distributed_optimizer import (
@@ -31,6 +31,7 @@ from spark_elastic.horovod.ops.operations import allreduce_arrays, compress_tens
 from spark_elastic.horovod.tensorflow.allreduce import allreduce_slices, are_float32
 from spark_elastic.horovod.tensorflow.arrays import (
     Tensor,
+    Tensors,
     append_to_graph,
     call,
     copy_arrays,
@@ -44,7 +45,7 @@ Plain = TypeVar("Plain")
 
 
 def exchange_gradients(
-    gradients: Sequence[Tensor], sources: Sequence[Any], options: GradientOptions, local: Sequence[Any]
+    gradients: Tensors, sources: Sequence[Any], options: GradientOptions, local: Sequence[Any]
 ) -> list[Tensor]:
     """Return the gradients of all ranks, in the order of `sources`, the variables. local: variables whose gradients are
     not exchanged."""
@@ -74,7 +75,7 @@ def _to_dense(gradient: Tensor) -> Tensor:
 
 
 def _make_groups(
-    indices: list[int], gradients: Sequence[Tensor], sources: Sequence[Any], options: GradientOptions
+    indices: list[int], gradients: Tensors, sources: Sequence[Any], options: GradientOptions
 ) -> list[list[int]]:
     """The indices of gradients that travel together: of one dtype, later layers first, as they are computed."""
     group_of: dict[Any, int] = {}  # by key of the variable
@@ -91,7 +92,6 @@ def _make_groups(
 
 
 def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Tensor]:
-    """Allreduce gradients of one dtype as one operation."""
     wire, tensors, decompress = compress_tensors(gradients, options, are_float32(gradients))
     name = f"gradients.{_make_label(tensors)}"
 
@@ -108,7 +108,7 @@ def _allreduce_group(gradients: list[Tensor], options: ReduceOptions) -> list[Te
     return decompress(call(body, tensors, [t.dtype for t in tensors], [t.shape for t in tensors]))
 
 
-def _make_label(gradients: Sequence[Tensor]) -> str:
+def _make_label(gradients: Tensors) -> str:
     """Return the same name on all ranks, whatever each has traced before: a hash of dtypes and shapes."""
     text = repr([(g.dtype.name, g.shape.as_list() if g.shape.rank is not None else None) for g in gradients])
     return f"{zlib.crc32(text.encode()):08x}"
@@ -141,7 +141,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     scale_local_gradients: bool = True,
 ) -> Plain:
     """`optimizer` with exchanged gradients: of the same class, with the same variables and settings.
@@ -203,7 +203,7 @@ class TensorFlowExchange(OptimizerExchange[Array]):
 
 
 def _accumulate_in_graph(
-    accumulator: GradientAccumulator[Array], gradients: Sequence[Tensor]
+    accumulator: GradientAccumulator[Array], gradients: Tensors
 ) -> tuple[Tensor, list[Tensor]]:
     """Add one backward pass. Returns (whether the step is complete, the sums if it is)."""
     present = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -231,7 +231,7 @@ def DistributedGradientTape(  # noqa: PLR0913 - name and arguments are Horovod's
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     scale_local_gradients: bool = True,
 ) -> Any:
     """Return `gradtape` with a `gradient` that exchanges. It may be wrapped inside or after its `with`.

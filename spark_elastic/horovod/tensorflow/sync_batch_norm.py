@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet
 from spark_elastic.gradients.reduction import ReduceOptions, Sum
 from spark_elastic.horovod.tensorflow.allreduce import allreduce_tensors
 from spark_elastic.horovod.tensorflow.arrays import Tensor
@@ -24,7 +24,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
     exchanges_statistics = True
 
-    def __init__(self, *args: Any, process_set: ProcessSet = global_process_set, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, process_set: ProcessSet = ALL, **kwargs: Any) -> None:
         kwargs.pop("synchronized", None)  # of tf.distribute, which this replaces
         if kwargs.pop("fused", False):  # an argument of Keras 2, which Horovod's scripts set to False
             raise InvalidInput("SyncBatchNormalization is never fused: leave fused out.")
@@ -51,6 +51,5 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
 def _spread(mask: Tensor, like: Tensor) -> Tensor:
     mask = tf.cast(mask, like.dtype)
-    return tf.reshape(
-        mask, tf.concat([tf.shape(mask), tf.ones([like.shape.rank - mask.shape.rank], tf.int32)], 0)
-    )
+    ones = tf.ones([like.shape.rank - mask.shape.rank], tf.int32)
+    return tf.reshape(mask, tf.concat([tf.shape(mask), ones], 0))

@@ -17,7 +17,7 @@ from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.host_memory import array_of, copy_back, copy_to_host, get_dtype_name, to_host
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet
 from spark_elastic.gradients.reduction import ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops import operations
 from spark_elastic.horovod.ops.compression import Compression
@@ -25,14 +25,24 @@ from spark_elastic.horovod.ops.negotiation import Kind
 from spark_elastic.horovod.ops.operation import Operation
 from spark_elastic.horovod.ops.operations import compress_tensors
 
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "poll",
+    "synchronize",
+]
+
+Tensors: TypeAlias = Sequence[Tensor]
+
 
 def submit(
-    kind: Kind,
-    name: str | None,
-    tensors: Sequence[Tensor],
-    process_set: ProcessSet,
-    awaited: bool = False,
-    **how: Any,
+    kind: Kind, name: str | None, tensors: Tensors, process_set: ProcessSet, awaited: bool = False, **how: Any
 ) -> Operation:
     """`operations.submit` of contiguous tensors on the CPU, which belong to the operation until it is done."""
     dtypes = tuple(get_dtype_name(tensor.dtype) for tensor in tensors)
@@ -79,11 +89,11 @@ def synchronize(handle: Handle) -> Any:
     return handle()
 
 
-Gradient: TypeAlias = Callable[..., Sequence[Tensor]]
+Gradient: TypeAlias = Callable[..., Tensors]
 
 
 @disable_compile
-def differentiable(run: Gradient, gradient: Gradient, tensors: Sequence[Tensor]) -> list[Tensor]:
+def differentiable(run: Gradient, gradient: Gradient, tensors: Tensors) -> list[Tensor]:
     """Return what `run` makes of the tensors. gradient: makes their gradients from those of the results,
     differentiably itself."""
     return list(_Differentiable.apply(run, gradient, *tensors))  # type: ignore[no-untyped-call]
@@ -108,7 +118,7 @@ def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Tensor:
     """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable."""
     scale = prescale_factor, postscale_factor
@@ -123,7 +133,7 @@ def allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Handle:
     """`allreduce` without waiting; not differentiable."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -137,7 +147,7 @@ def allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Tensor:
     """`allreduce` into `tensor`."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -151,7 +161,7 @@ def allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Handle:
     """`allreduce_` without waiting. The tensor belongs to the operation until its handle is done."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -159,14 +169,14 @@ def allreduce_async_(
 
 
 def grouped_allreduce(  # noqa: PLR0913
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     compression: Any = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> list[Tensor]:
     """Allreduce several tensors as one operation. Differentiable."""
     scale = prescale_factor, postscale_factor
@@ -175,13 +185,13 @@ def grouped_allreduce(  # noqa: PLR0913
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Handle:
     """`grouped_allreduce` without waiting; not differentiable."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -189,13 +199,13 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce_(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> list[Tensor]:
     """`grouped_allreduce` into `tensors`."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -203,13 +213,13 @@ def grouped_allreduce_(
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
 ) -> Handle:
     """`grouped_allreduce_` without waiting."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
@@ -218,7 +228,7 @@ def grouped_allreduce_async_(
 
 @disable_compile
 def start(
-    tensors: Sequence[Tensor], name: str | None, options: ReduceOptions, in_place: bool, awaited: bool = False
+    tensors: Tensors, name: str | None, options: ReduceOptions, in_place: bool, awaited: bool = False
 ) -> Handle:
     """Request an allreduce; its handle returns a list of tensors. awaited: the caller waits for it at once."""
     if not tensors:
@@ -238,8 +248,8 @@ def start(
     return Handle(operation, finish)
 
 
-def _allreduce(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
-    def run(operands: Sequence[Tensor]) -> list[Tensor]:
+def _allreduce(tensors: Tensors, name: str | None, options: ReduceOptions) -> list[Tensor]:
+    def run(operands: Tensors) -> list[Tensor]:
         return start(operands, name, options, in_place=False, awaited=True)()  # type: ignore[no-any-return]
 
     return differentiable(run, lambda *upstream: _allreduce(upstream, None, options), tensors)

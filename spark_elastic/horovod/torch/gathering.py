@@ -7,7 +7,7 @@ that sum times the number of ranks."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,22 +15,51 @@ from torch import Tensor
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.host_memory import copy_back, copy_to_host, tensor_of, to_host
-from spark_elastic.gradients.process_sets import ProcessSet, find_root_index, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, find_root_index
 from spark_elastic.gradients.reduction import Average, ReduceOp, ReduceOptions, Sum
 from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import broadcast_object, compress_tensors, get_queue
-from spark_elastic.horovod.torch.allreduce import Handle, allreduce, differentiable, grouped_allreduce, submit
+from spark_elastic.horovod.torch.allreduce import (
+    Handle,
+    Tensors,
+    allreduce,
+    differentiable,
+    grouped_allreduce,
+    submit,
+)
 from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use
 
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "alltoall",
+    "alltoall_async",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "gather_rows",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
 
-def allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
+Splits: TypeAlias = Tensor | Sequence[int] | None  # rows for each rank
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = ALL) -> Tensor:
     """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
-def gather_rows(tensor: Tensor, process_set: ProcessSet = global_process_set) -> Tensor:
+def gather_rows(tensor: Tensor, process_set: ProcessSet = ALL) -> Tensor:
     """The rows of all ranks, in rank order, for a loss that compares the rows of a batch (contrastive, CLIP, triplets).
     Ranks may have different numbers of rows, or none. All ranks must call it as often, in forward and in backward. The
     gradient of a rank's rows is the sum over the losses of all ranks, so that an optimizer or a DistributedDataParallel
@@ -38,27 +67,24 @@ def gather_rows(tensor: Tensor, process_set: ProcessSet = global_process_set) ->
     return _gather_grouped([tensor], None, process_set, Sum)[0]
 
 
-def allgather_async(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = ALL) -> Handle:
     """`allgather` without waiting; not differentiable."""
     return grouped_allgather_async([tensor], name, process_set).first()
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = ALL
 ) -> list[Tensor]:
     """Allgather several tensors as one operation. Differentiable."""
     return _gather_grouped(tensors, name, process_set, Average)
 
 
 def _gather_grouped(
-    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, op: ReduceOp
+    tensors: Tensors, name: str | None, process_set: ProcessSet, op: ReduceOp
 ) -> list[Tensor]:
-    """op: of the ranks' gradients."""
     shapes: list[torch.Size] = []
 
-    def run(given: Sequence[Tensor]) -> list[Tensor]:
+    def run(given: Tensors) -> list[Tensor]:
         results: list[Tensor] = _gather(given, name, process_set, awaited=True)()
         shapes.extend(tensor.shape for tensor in given)
         return results
@@ -75,16 +101,14 @@ def _gather_grouped(
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Handle:
     """`grouped_allgather` without waiting; not differentiable."""
     return _gather(tensors, name, process_set)
 
 
 @disable_compile
-def _gather(
-    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, awaited: bool = False
-) -> Handle:
+def _gather(tensors: Tensors, name: str | None, process_set: ProcessSet, awaited: bool = False) -> Handle:
     if not tensors:
         raise InvalidInput("a grouped operation takes at least one tensor.")
     # Not copied: the tensors belong to the operation until its handle is done.
@@ -95,7 +119,7 @@ def _gather(
 
 
 def broadcast(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Tensor:
     """Return the tensor of rank `root_rank` of the world. Differentiable."""
 
@@ -111,7 +135,7 @@ def broadcast(
 
 
 def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Handle:
     """`broadcast` without waiting; not differentiable."""
     copy = copy_to_host(tensor)
@@ -120,14 +144,14 @@ def broadcast_async(
 
 
 def broadcast_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Tensor:
     """`broadcast` into `tensor`."""
     return broadcast_all([tensor], root_rank, name, process_set, awaited=True)()[0]  # type: ignore[no-any-return]
 
 
 def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Handle:
     """`broadcast_` without waiting. The tensor belongs to the operation until its handle is done."""
     return broadcast_all([tensor], root_rank, name, process_set).first()
@@ -135,11 +159,7 @@ def broadcast_async_(
 
 @disable_compile
 def broadcast_all(
-    tensors: Sequence[Tensor],
-    root_rank: int,
-    name: str | None,
-    process_set: ProcessSet,
-    awaited: bool = False,
+    tensors: Tensors, root_rank: int, name: str | None, process_set: ProcessSet, awaited: bool = False
 ) -> Handle:
     """Broadcast several tensors in place, as one operation. awaited: the caller waits for it at once."""
     root = find_root_index(process_set, root_rank)
@@ -169,7 +189,7 @@ def broadcast_parameters(
             tensors.append(tensor.data)
         elif tensor is not None:
             raise InvalidInput(f"broadcast_parameters takes tensors; {name!r} is a {type(tensor).__name__}.")
-    broadcast_all(tensors, root_rank, "parameters", global_process_set, awaited=True)()
+    broadcast_all(tensors, root_rank, "parameters", ALL, awaited=True)()
 
 
 def broadcast_optimizer_state(
@@ -208,10 +228,7 @@ def join(device: int = -1) -> int:
 
 
 def sparse_allreduce_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, name: str | None = None, op: ReduceOp = Average, process_set: ProcessSet = ALL
 ) -> Handle:
     """Sum or average sparse tensors of one shape. Calling the handle returns the sparse result."""
     if op not in (Average, Sum) or not tensor.is_sparse:
@@ -230,10 +247,7 @@ def sparse_allreduce_async(
 
 
 def alltoall(
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Any:
     """Send part r of the tensor, cut along dimension 0, to rank r; return the received parts in rank order.
 
@@ -244,7 +258,7 @@ def alltoall(
     """
     came: list[Tensor] = []  # rows received from each rank
 
-    def run(operands: Sequence[Tensor]) -> list[Tensor]:
+    def run(operands: Tensors) -> list[Tensor]:
         received, counts = _alltoall(operands[0], splits, name, process_set)()
         came.append(counts)
         return [received]
@@ -254,10 +268,7 @@ def alltoall(
 
 
 def alltoall_async(
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = ALL
 ) -> Handle:
     """`alltoall` without waiting; not differentiable."""
     handle = _alltoall(tensor, splits, name, process_set)
@@ -265,9 +276,7 @@ def alltoall_async(
 
 
 @disable_compile
-def _alltoall(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
-) -> Handle:
+def _alltoall(tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet) -> Handle:
     working = to_host(tensor)
     if working.dim() == 0:
         raise InvalidInput("alltoall cuts its tensor along the first dimension; a scalar has none.")
@@ -285,7 +294,7 @@ def reducescatter(
     name: str | None = None,
     compression: Any = Compression.none,
     op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
@@ -299,7 +308,7 @@ def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
     op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
@@ -309,11 +318,11 @@ def reducescatter_async(
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     name: str | None = None,
     compression: Any = Compression.none,
     op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
@@ -324,10 +333,10 @@ def grouped_reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     name: str | None = None,
     op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
@@ -337,7 +346,7 @@ def grouped_reducescatter_async(
 
 
 @disable_compile
-def _start(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> Handle:
+def _start(tensors: Tensors, name: str | None, options: ReduceOptions) -> Handle:
     hosts = [to_host(tensor) for tensor in tensors]
     _, exchanged, decompress = compress_tensors(hosts, options, all_float32=False)
     how: dict[str, Any] = {"op": options.op.value, "scale": options.scale}
@@ -350,7 +359,7 @@ def _start(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) 
     return Handle(operation, finish)
 
 
-def _reducescatter(tensors: Sequence[Tensor], name: str | None, options: ReduceOptions) -> list[Tensor]:
+def _reducescatter(tensors: Tensors, name: str | None, options: ReduceOptions) -> list[Tensor]:
     def gradient(*upstream: Tensor) -> list[Tensor]:
         factor = options.reducescatter_gradient_factor(options.process_set.size)
         wholes = grouped_allgather(upstream, process_set=options.process_set)

@@ -6,9 +6,9 @@ does one that is not in the process set. The training thread owns everything her
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -21,13 +21,15 @@ from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.hooks import disable_compile, make_weak_method
 from spark_elastic.gradients.host_memory import array_of, get_dtype_name
 from spark_elastic.gradients.layout import build_specs, find_trainable
-from spark_elastic.gradients.process_sets import ProcessSet, choose_channel, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, choose_channel
 from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.gradients.step_summary import Flags, StepDecision, StepSummary, exchange_summaries
 from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.worker.context import get_context, get_process_context
 from spark_elastic.worker.session import get_collective_thread, get_group
+
+NamedParameters: TypeAlias = list[tuple[str, torch.nn.Parameter]]
 
 
 class OptimizerSync(ABC):
@@ -39,11 +41,9 @@ class OptimizerSync(ABC):
         get_optimizers_in_use().add(self)
 
     def close(self) -> None:
-        """Take the optimizer out of use."""
         get_optimizers_in_use().discard(self)
 
     def count_step(self, group: Group | None) -> None:
-        """Count an exchange of this rank's own gradients in that group."""
         self._counted = group, 1 + (self._counted[1] if self._counted[0] is group else 0)
 
     def steps(self) -> int:
@@ -67,14 +67,8 @@ class OptimizerSync(ABC):
 
 
 class GradientSync(OptimizerSync):
-    """Synchronizes the gradients of one optimizer."""
-
     def __init__(
-        self,
-        named: list[tuple[str, torch.nn.Parameter]],
-        options: ExchangeOptions,
-        passes: int,
-        process_set: ProcessSet = global_process_set,
+        self, named: NamedParameters, options: ExchangeOptions, passes: int, process_set: ProcessSet = ALL
     ) -> None:
         self._passes = passes
         before = make_weak_method(self._check_in_share if options.shares else self._open)
@@ -132,11 +126,9 @@ class GradientSync(OptimizerSync):
 
     @property
     def has_unsynced_gradients(self) -> bool:
-        """Whether there are gradients of this rank that were not synchronized."""
         return self.exchange.mode.has_open_step and self.exchange.mode.has_gradients
 
     def clear(self) -> None:
-        """Drop all gradients."""
         if self.exchange.mode.has_open_step and not self.is_stale():
             raise InvalidInput(
                 "zero_grad() was called between backward() and step(): call it after step(), or synchronize() first. "
@@ -175,9 +167,8 @@ class GradientSync(OptimizerSync):
         self.is_synchronized = True
 
     def _check_order(self) -> None:
-        """Check that no other optimizer is between the first and the last of its buckets. An optimizer that was the
-        only one during its backward has launched its complete buckets, which need not be the same on all ranks: another
-        exchange in between would meet different collectives."""
+        """Check that no other optimizer is between the first and the last of its buckets: the ranks need not have
+        launched the same ones of them, so another exchange in between would meet different collectives."""
         for other in get_optimizers_in_use():
             if other is self or not isinstance(other, GradientSync):
                 continue
@@ -235,7 +226,7 @@ def get_training_group(process_set: ProcessSet) -> Group | None:
     """Return the group that trains together now; None: this process trains alone. Raises CollectiveError if the worker
     is between two worlds."""
     worker = get_context()
-    if worker is None or process_set is global_process_set:
+    if worker is None or process_set is ALL:
         return None if worker is None else worker.require_group()
     ranks, world_group = tuple(process_set.ranks), worker.require_group()
     if world_group.rank not in ranks or len(ranks) == 1:
@@ -276,7 +267,7 @@ class AdasumSync(OptimizerSync):
     between them (Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021). The optimizer's
     state is each rank's own."""
 
-    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], process_set: ProcessSet) -> None:
+    def __init__(self, named: NamedParameters, process_set: ProcessSet) -> None:
         trainable = find_trainable(named)
         self._parameters = list(trainable.values())
         self._frozen = [(name, parameter) for name, parameter in named if name not in trainable]

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.hooks import disable_compile
-from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet
 from spark_elastic.gradients.reduction import Sum
 from spark_elastic.horovod.torch.allreduce import allreduce
 from spark_elastic.horovod.torch.gathering import allgather
@@ -40,7 +40,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_set: ProcessSet = global_process_set,
+        process_set: ProcessSet = ALL,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
@@ -87,7 +87,8 @@ class _Normalise(torch.autograd.Function):
         scale = (variance + eps).rsqrt()
         ctx.process_set, ctx.rows = process_set, rows
         ctx.of_bias = None if bias is None else bias.dtype
-        normal = ((x.double() - _spread(mean, x)) * _spread(scale, x)).to(_compute_dtype(x))
+        computes_in = torch.float32 if x.element_size() < 4 else x.dtype
+        normal = ((x.double() - _spread(mean, x)) * _spread(scale, x)).to(computes_in)
         ctx.save_for_backward(normal, scale, weight)
         result = normal if weight is None else normal * _spread(weight, x)
         result = result if bias is None else result + _spread(bias, x)
@@ -137,8 +138,3 @@ def _moments(x: torch.Tensor, process_set: ProcessSet) -> tuple[float, torch.Ten
 def _spread(of_channels: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Reshape one number per channel to broadcast over (rows, channels, ...)."""
     return of_channels.view(1, -1, *[1] * (x.dim() - 2))
-
-
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype to normalise in: float32 for 16-bit floats."""
-    return torch.float32 if x.element_size() < 4 else x.dtype

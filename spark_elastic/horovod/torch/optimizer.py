@@ -20,12 +20,12 @@ from spark_elastic.gradients import reduction
 from spark_elastic.gradients.buckets import divide_into_groups
 from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.modes import make_change_error
-from spark_elastic.gradients.process_sets import ProcessSet, check_alone, global_process_set
+from spark_elastic.gradients.process_sets import ALL, ProcessSet, check_alone
 from spark_elastic.gradients.reduction import Adasum, Average, NoneCompressor, ReduceOp, ReduceOptions
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.torch_state import DistributedBase
 from spark_elastic.horovod.ops.distributed_optimizer import validate_backward_passes
-from spark_elastic.horovod.torch.gradient_sync import AdasumSync, GradientSync
+from spark_elastic.horovod.torch.gradient_sync import AdasumSync, GradientSync, NamedParameters
 from spark_elastic.training.torch.determinism import align_tensors, describe_arithmetic
 from spark_elastic.training.torch.module_state import multiply_rates
 from spark_elastic.worker.context import get_context
@@ -33,7 +33,7 @@ from spark_elastic.worker.context import get_context
 
 def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.nn.Parameter]] | None
-) -> list[tuple[str, torch.nn.Parameter]]:
+) -> NamedParameters:
     """Return the optimizer's parameters with the user's names, in the order of `named`."""
     groups = [group["params"] for group in optimizer.param_groups]
     mine = [(f"{i}.{j}", parameter) for i, group in enumerate(groups) for j, parameter in enumerate(group)]
@@ -66,11 +66,8 @@ class AdasumOptimizer(DistributedBase):
     _adasum: AdasumSync
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step with this rank's gradients and combine it with the others. closure: computes gradients.
-
-        Raises:
-            CollectiveError: see `AdasumSync.combine_step`; `restore` of a committed state restores the optimizer, too.
-        """
+        """Take a step with this rank's gradients and combine it with the others. closure: computes gradients. Raises
+        CollectiveError: see `AdasumSync.combine_step`; `restore` of a committed state restores the optimizer, too."""
         self._opt_called = True  # a scheduler that was made before the wrapping looks for it
         plain = super().step
         return self._adasum.combine_step(plain if closure is None else lambda: plain(closure))
@@ -109,7 +106,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     num_groups: int = 0,
     groups: int | Groups | None = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = ALL,
     scale_lr: bool = False,
     loader: ElasticDataLoader | None = None,
 ) -> Plain:
@@ -153,7 +150,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
     )
     if loader is not None and loader.virtual_shares:
         plain = replace(options, predivide=1.0, wire=None, compressor=None)
-        if op is Adasum or process_set is not global_process_set or options != plain:
+        if op is Adasum or process_set is not ALL or options != plain:
             raise InvalidInput(
                 "a loader with determinism='bitwise' adds gradients as they are, over all workers: leave op, "
                 "compression, gradient_predivide_factor and process_set out."
@@ -186,7 +183,6 @@ def DistributedOptimizer(  # noqa: PLR0913 - name and arguments are Horovod's
 
 @lru_cache(maxsize=1)
 def _warn_unscaled_rate() -> None:
-    """Warn once per process."""
     log.warning(
         "DistributedOptimizer takes the learning rate as it is and does not multiply it by the world's size: "
         "scale_lr=True does, once, unless the program already does."
@@ -199,9 +195,7 @@ def _find_custom_compressor(kind: type[reduction.Compressor]) -> type[reduction.
     return None if plain or kind.wire is not None else kind
 
 
-def _find_groups(
-    named: list[tuple[str, torch.nn.Parameter]], wanted: int | Groups
-) -> tuple[tuple[int, ...], ...]:
+def _find_groups(named: NamedParameters, wanted: int | Groups) -> tuple[tuple[int, ...], ...]:
     """Return the groups as numbers among the parameters that require a gradient."""
     numbers = {id(p): i for i, p in enumerate(p for _, p in named if p.requires_grad)}
     if isinstance(wanted, int):
@@ -220,7 +214,7 @@ class _Distributed(DistributedBase):
     """The methods that `DistributedOptimizer` puts before those of the optimizer's own class."""
 
     _sync: GradientSync
-    _named: list[tuple[str, torch.nn.Parameter]] | None  # as the user gave them
+    _named: NamedParameters | None  # as the user gave them
     _skips: bool = False
     _followed: int  # groups whose gradients are exchanged
 
@@ -247,11 +241,8 @@ class _Distributed(DistributedBase):
 
     @disable_compile
     def synchronize(self) -> None:
-        """Exchange the gradients now, for example to clip them before `step`.
-
-        Raises:
-            CollectiveError: the exchange broke; gradients are None, parameters and optimizer as they were.
-        """
+        """Exchange the gradients now, for example to clip them before `step`. Raises CollectiveError if the exchange
+        broke: gradients are None, parameters and optimizer as they were."""
         self._sync.synchronize()
 
     @contextmanager
@@ -266,11 +257,8 @@ class _Distributed(DistributedBase):
             self._sync.is_synchronized = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Exchange the gradients, unless `synchronize` did, and apply them. closure: computes gradients.
-
-        Raises:
-            CollectiveError: as `synchronize`.
-        """
+        """Exchange the gradients, unless `synchronize` did, and apply them. closure: computes gradients. Raises
+        CollectiveError as `synchronize`."""
         self._opt_called = True  # a scheduler that was made before the wrapping looks for it
         if closure is not None:
             return super().step(lambda: self._compute_and_synchronize(closure))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -35,27 +36,17 @@ _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 
 
 class _WorldGroups:
-    """The process groups of one world."""
-
     def __init__(self) -> None:
-        self._group_counts: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._groups: list[ElasticProcessGroup] = []
-
-    def add(self, group: ElasticProcessGroup) -> None:
-        self._groups.append(group)
-
-    def count(self, name: str, ranks: tuple[int, ...]) -> int:
-        """How many groups of that name and those ranks there were before: the same on all of their ranks."""
-        before = self._group_counts.get((name, ranks), 0)
-        self._group_counts[name, ranks] = before + 1
-        return before
+        # By name and ranks: how many groups there were, the same on all of their ranks.
+        self.counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.groups: list[ElasticProcessGroup] = []
 
     def close(self) -> None:
         """End the process groups, since their world has ended; torch may form those of the next one."""
         default = dist.group.WORLD
-        if any(group is default for group in self._groups):
+        if any(group is default for group in self.groups):
             dist.destroy_process_group()
-        for group in self._groups:
+        for group in self.groups:
             group.shutdown()
         forget_meshes()
 
@@ -132,7 +123,8 @@ def _create_group(options: Any, _: object = None) -> ElasticProcessGroup:
     _check_ranks(ranks, options, world)
     groups = worker.group_context.get_or_create_closeable(_WorldGroups)
     name = str(options.group_id)
-    key = name, ranks, groups.count(name, ranks)
+    key = name, ranks, groups.counts[name, ranks]
+    groups.counts[name, ranks] += 1
 
     def connect_pair(source: int, target: int) -> Group:
         pair = sorted((ranks[source], ranks[target]))
@@ -140,7 +132,7 @@ def _create_group(options: Any, _: object = None) -> ElasticProcessGroup:
 
     own = world.subgroup(choose_channel("torch", key), ranks)
     group = ElasticProcessGroup(own, options.timeout, connect_pair, worker.wait_recorder, options.store)
-    groups.add(group)
+    groups.groups.append(group)
     return group
 
 

@@ -8,14 +8,15 @@ registered at the first observed call. Any thread may call.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_flatten
 
 from spark_elastic.worker.context import get_process_context
 
@@ -82,39 +83,31 @@ def _wrap(name: str, method: Method) -> Method:
         if not profiled and not torch._C._len_torch_dispatch_stack():
             return method(group, *given, **named)
         carry_out = partial(_record, method, title) if profiled else method
-        if through_dispatcher is None or _Entered.find(operator, group) is not None:
+        if through_dispatcher is None or _find_entered(operator, group) is not None:
             return carry_out(group, *given, **named)
         get_process_context().get_or_create(_Kernels)
 
         def carry_on(*tensors: Any) -> Any:
             return carry_out(group, *tensors, *given[len(tensors) :], **named)
 
-        with _Entered(operator, group, carry_on):
+        token = _entered.set((operator, group, carry_on))
+        try:
             return through_dispatcher(group, *given, **named)
+        finally:
+            _entered.reset(token)
 
     # C++ calls the class of Python unless the function that calls it has the method's name (pybind11).
     entry.__code__ = entry.__code__.replace(co_name=name)
     return entry
 
 
-class _Entered:
-    """What a call of this thread's dispatcher leads to."""
+# Operator, group, and what a call of this thread's dispatcher leads to; each thread has its own.
+_entered: ContextVar[tuple[str, Any, Method] | None] = ContextVar("entered", default=None)
 
-    stack = threading.local()
 
-    def __init__(self, operator: str, group: Any, carry_out: Method) -> None:
-        self.operator, self.group, self.carry_out = operator, group, carry_out
-
-    def __enter__(self) -> None:
-        self.stack.calls = [*getattr(self.stack, "calls", ()), self]
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.calls.pop()
-
-    @classmethod
-    def find(cls, operator: str, group: Any) -> _Entered | None:
-        calls = getattr(cls.stack, "calls", ())
-        return calls[-1] if calls and (calls[-1].operator, calls[-1].group) == (operator, group) else None
+def _find_entered(operator: str, group: Any) -> Method | None:
+    call = _entered.get()
+    return call[2] if call is not None and call[:2] == (operator, group) else None
 
 
 class _Kernels:
@@ -135,10 +128,10 @@ class _Kernels:
         def kernel(keys: Any, *arguments: Any) -> Any:
             place = next(i for i, given in enumerate(arguments) if isinstance(given, torch.ScriptObject))
             group: Any = _base.unbox(arguments[place])
-            call = _Entered.find(operator, group)
-            if call is None:
+            carry_out = _find_entered(operator, group)
+            if carry_out is None:
                 return overload.redispatch(keys & OF_DEVICES, *arguments)
-            work = call.carry_out(*(() if "barrier" in operator else arguments[:place]))
+            work = carry_out(*(() if "barrier" in operator else arguments[:place]))
             if not returns:
                 return None
             group.pending.keep(work)
@@ -149,7 +142,8 @@ class _Kernels:
 
 def _record(method: Method, title: str, group: Any, *given: Any, **named: Any) -> Any:
     """Call a method whose `Work` a profiler sees, from the call to its end."""
-    tensors = _flatten([each for each in given[:2] if isinstance(each, torch.Tensor | list)][-1:])
+    leaves, _ = tree_flatten([each for each in given[:2] if isinstance(each, torch.Tensor | list)][-1:])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     sparse = "sparse_" * any(tensor.is_sparse for tensor in tensors)
     record = _begin_record(f"{group.name()}:{sparse}{title}", tensors)
 
@@ -180,12 +174,3 @@ def _begin_record(title: str, tensors: Iterable[torch.Tensor]) -> Callable[[], o
     records = [torch._C._profiler._RecordFunctionFast(title, inputs, {"scope": "user_scope"})]
     records[0].__enter__()
     return records.clear
-
-
-def _flatten(given: Sequence[Any]) -> list[torch.Tensor]:
-    return [
-        tensor
-        for each in given
-        for tensor in (_flatten(each) if isinstance(each, list | tuple) else (each,))
-        if isinstance(tensor, torch.Tensor)
-    ]

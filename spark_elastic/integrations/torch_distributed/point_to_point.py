@@ -57,8 +57,6 @@ class _Receive:
 
 
 class PointToPoint:
-    """The messages that this rank of a process group sends and receives."""
-
     def __init__(
         self,
         rank: int,
@@ -213,5 +211,4 @@ class PointToPoint:
 
 
 def as_bytes(operand: Operand) -> Array:
-    """The elements of an operand as bytes."""
     return operand.array.view(np.uint8)

@@ -3,10 +3,15 @@
 The collectives of a process group run in the order of their calls, in a thread of the group; one that its caller waits
 for at once runs in the calling thread. After an error all results are void, and `error` says why. torch changed some
 names: both the old and the new ones are here.
+
+The bulk plane carries tensors on GPUs: such a collective begins in the thread that calls it, on the stream that
+computed its operands, and its `Work` waits on the host, until all ranks have confirmed it over the engine. What NCCL
+does not know travels through the host, as everything does while the communicator is built.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -22,16 +27,12 @@ from torch.distributed import Work
 
 from elastic_collectives import CollectiveError, CollectiveTimeout, Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums, get_or_start_bulk_plane
 from spark_elastic.gradients.host_memory import Operand, TorchReduction, concatenate
-from spark_elastic.integrations.torch_distributed.bulk import BulkCollectives
+from spark_elastic.gradients.reduction import options_from_env
 from spark_elastic.integrations.torch_distributed.observing import make_observable
 from spark_elastic.integrations.torch_distributed.point_to_point import PointToPoint
-from spark_elastic.integrations.torch_distributed.work import (
-    BackwardGuard,
-    EngineWork,
-    PendingWorks,
-    get_live_groups,
-)
+from spark_elastic.integrations.torch_distributed.work import EngineWork, PendingWorks, get_live_groups
 from spark_elastic.worker.context import CollectiveThread, WaitRecorder
 
 NAME = "elastic"
@@ -41,12 +42,21 @@ Tensors = list[Tensor]
 Call = Callable[[], object]
 # torch declares each method with overloads that C++ resolves before Python is called.
 _ProcessGroup: Any = dist.ProcessGroup
+_c10d: Any = dist.distributed_c10d
+# What the bulk plane carries: collectives with the class of their options, dtypes, reductions.
+BULK_OPTIONS: dict[str, Any] = {
+    "allreduce": _c10d.AllreduceOptions,
+    "broadcast": _c10d.BroadcastOptions,
+    "_allgather_base": _c10d.AllgatherOptions,
+    "_reduce_scatter_base": _c10d.ReduceScatterOptions,
+}
+BULK_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+BULK_DTYPES |= {torch.uint8, torch.int8, torch.int32, torch.int64}
+BULK_REDUCTIONS = {"SUM", "AVG", "PRODUCT", "MIN", "MAX"}
 
 
 @make_observable
 class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """One rank's process group in one world."""
-
     def __init__(
         self,
         group: Group,
@@ -69,11 +79,14 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._thread = CollectiveThread()
         self.records = CollectiveThread()  # ends what profilers record of collectives
         self._messages = PointToPoint(group.rank, connect_pair, self._seconds, self._fail)
-        self._bulk = BulkCollectives(self._group)
-        self._guard = BackwardGuard(self)
+        self._options = options_from_env()
+        self._planes: dict[
+            torch.device, BulkPlane | None
+        ] = {}  # None: the engine carries that device's tensors
+        self._guarded = -1  # of autograd: the last backward pass that checks this group at its end
         self._closed = False
         self._names = ["", ""]  # of the group, and its description
-        get_live_groups().add(self)
+        get_live_groups().append(self)
 
     # ---- the state of the group
 
@@ -463,23 +476,47 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start(call, tensors, seconds, wait=getattr(options, "asyncOp", True) is False)
 
     def _submit_bulk(self, name: str, tensors: Tensors, options: Any) -> Work | None:
-        """Begin a collective of results and operands on a GPU over NCCL; None: the engine carries it."""
-        plane = self._bulk.find_plane(name, tensors, options)
+        """Begin a collective of results and operands on a GPU over NCCL; None: the engine carries it. name: as in
+        `BULK_OPTIONS`."""
+        plane = self._find_plane(name, tensors, options)
         if plane is None:
             return None
         if not plane.is_settled:
             # All ranks must take the same way: they agree when everything before has ended.
-            self._start(partial(self._bulk.settle, plane), [], -1.0, wait=True)
+            settle = plane.exchange_readiness if self._options.hybrid_recovery else plane.wait_until_ready
+            self._start(settle, [], -1.0, wait=True)
         if not plane.is_active or self.error is not None:
             return None
-        sums = self._bulk.launch(plane, name, tensors, options)
+        given = _make_bulk_options(name, options)
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        which = (name, _get_reduction(options).name, getattr(given, "rootRank", 0), shapes)
+        arguments: list[Any] = [tensors] if name in ("allreduce", "broadcast") else tensors
+        sums = BulkSums(plane, zlib.crc32(repr(which).encode()) >> 1)
+        sums.launch(lambda process_group: getattr(process_group, name)(*arguments, given))
         return self._submit(sums.finish, tensors[:1], options)
+
+    def _find_plane(self, name: str, tensors: Tensors, options: Any) -> BulkPlane | None:
+        """The plane that could carry a collective, once the ranks agree on it."""
+        device = tensors[0].device
+        if device not in self._planes:
+            self._planes[device] = get_or_start_bulk_plane(self._group, device, self._options)
+        plane = self._planes[device]
+        if plane is None or not all(
+            tensor.device == plane.device
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and tensor.dtype in BULK_DTYPES
+            for tensor in tensors
+        ):
+            return None
+        reduces = name in ("allreduce", "_reduce_scatter_base")
+        return plane if not reduces or _get_reduction(options).name in BULK_REDUCTIONS else None
 
     def _start(self, call: Call, tensors: list[Any], seconds: float, *, wait: bool) -> Work:
         """tensors: what the collective fills. seconds: how long it may wait for a rank; 0 or less: the group's timeout.
         wait: the caller waits for it at once."""
         self._begin()
-        self._guard.watch_backward()
+        self._check_after_backward()
         work = partial(self._carry_out, call, seconds)
         if not wait:
             return self.pending.add(EngineWork(self, self._thread.submit(work), tensors))
@@ -509,7 +546,17 @@ class ElasticProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _fail(self, error: BaseException) -> None:
         self.error = self.error or error
-        self._bulk.abort()
+        for plane in filter(None, self._planes.values()):
+            plane.abort()
+            plane.wait_aborted()  # nothing writes to its tensors any more
+
+    def _check_after_backward(self) -> None:
+        """If a backward pass runs in this thread, have it raise this group's error at its end."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._guarded):
+            self._guarded = task
+            # A callback of a callback: it comes after those of DDP, which waits for its collectives in one.
+            _call_after_backward(lambda: _call_after_backward(self.raise_error))
 
     def _begin(self) -> None:
         self._calls += 1
@@ -537,6 +584,29 @@ def _add_remedy(error: CollectiveError) -> CollectiveError:
         return error
     reason = f"{error.reason}; if they need longer, raise the timeout of init_process_group or new_group"
     return type(error)(error.ranks, reason)
+
+
+def _call_after_backward(callback: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _get_reduction(options: Any) -> TorchReduction:
+    op = getattr(options, "reduceOp", options)
+    return TorchReduction.of(op if isinstance(op, dist.ReduceOp) else None)
+
+
+def _make_bulk_options(name: str, options: Any) -> Any:
+    """The collective's options, with `asyncOp`: NCCL then returns a `Work` that can be asked for its end."""
+    kind = BULK_OPTIONS[name]
+    given = options if isinstance(options, kind) else kind()
+    if given is not options and isinstance(options, int):
+        given.rootRank = options
+    elif given is not options and options is not None:
+        # A reduction, or the options of a coalesced form.
+        given.reduceOp = getattr(options, "reduceOp", options)
+    if hasattr(given, "asyncOp"):
+        given.asyncOp = True
+    return given
 
 
 def _count_numbers(tensor: Tensor) -> int:

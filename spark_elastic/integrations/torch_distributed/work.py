@@ -132,49 +132,17 @@ class EngineWork(dist.Work):
         return future
 
 
-class LiveGroups:
+class LiveGroups(list[Any]):
     """The process groups that this process has, so that an optimizer's step can ask them for errors. Any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._groups: list[ElasticProcessGroup] = []
+        super().__init__()
         register_optimizer_step_pre_hook(self._check_before_step)
 
-    def add(self, group: ElasticProcessGroup) -> None:
-        with self._lock:
-            self._groups.append(group)
-
-    def remove(self, group: ElasticProcessGroup) -> None:
-        with self._lock:
-            self._groups = [other for other in self._groups if other is not group]
-
     def _check_before_step(self, *step: object) -> None:
-        for group in self._groups:
+        for group in list(self):
             group.raise_error()
 
 
 def get_live_groups() -> LiveGroups:
     return get_process_context().get_or_create(LiveGroups)
-
-
-class BackwardGuard:
-    """Raises the error of a group at the end of a backward pass that started one of its collectives.
-
-    Only the thread that runs the backward pass calls it.
-    """
-
-    def __init__(self, group: ElasticProcessGroup) -> None:
-        self._group = group
-        self._task = -1  # of autograd: the last backward pass that is guarded
-
-    def watch_backward(self) -> None:
-        """If a backward pass runs in this thread, let it check the group at its end."""
-        task = torch._C._current_graph_task_id()
-        if task not in (-1, self._task):
-            self._task = task
-            # A callback of a callback: it comes after those of DDP, which waits for its collectives in one.
-            _call_after_backward(lambda: _call_after_backward(self._group.raise_error))
-
-
-def _call_after_backward(callback: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -57,12 +57,11 @@ class Blacklist:
         oldest = now - limits.failure_window
         earlier = tuple(f for f in self.failed.get(host, ()) if f[0] != slot and f[1] >= oldest)
         failed = (*earlier, (slot, now))
-        changed = replace(
-            self, slots=_add_failure(self.slots, slot, now, limits), failed=self.failed.put(host, failed)
-        )
+        hosts = self.hosts
         if len(failed) > 1 or slots <= 1:
-            return replace(changed, hosts=_add_failure(self.hosts, host, now, limits))
-        return changed
+            hosts = _add_failure(hosts, host, now, limits)
+        slots_now = _add_failure(self.slots, slot, now, limits)
+        return replace(self, slots=slots_now, hosts=hosts, failed=self.failed.put(host, failed))
 
     def record_success(self, slot: SlotId, host: HostId) -> Blacklist:
         """A worker of the slot takes part in a world, which proves slot and host."""
@@ -105,11 +104,9 @@ def _find_end(cooldown: Cooldown | None, now: float) -> float | None:
 
 
 def _add_failure(cooldowns: Cooldowns, name: str, now: float, limits: Limits) -> Cooldowns:
-    before = cooldowns.get(name)
-    forgiven = before is None or (
-        before.proven and now - max(before.last, before.until) > limits.failure_window
-    )
-    failures = 1 if before is None or forgiven else before.failures + 1
+    before, failures, window = cooldowns.get(name), 1, limits.failure_window
+    if before is not None and not (before.proven and now - max(before.last, before.until) > window):
+        failures += before.failures  # which are not forgiven
     lower, upper = limits.cooldown_range
     return cooldowns.put(name, Cooldown(failures, now, now + compute_cooldown(name, failures, lower, upper)))
 

@@ -16,19 +16,12 @@ from spark_elastic.protocol.driver.state import (
     DepartedWorker,
     JobStage,
     PossiblyAlive,
-    SlotEnd,
     SlotRecord,
     Transition,
     WorkerRecord,
     add_time,
 )
-from spark_elastic.protocol.types import (
-    NOT_RUNNING,
-    STOPPED,
-    WorkerId,
-    WorkerStatus,
-    heartbeat_interval,
-)
+from spark_elastic.protocol.types import NOT_RUNNING, STOPPED, WorkerId, WorkerStatus, heartbeat_interval
 
 CHECKS_PER_LEASE = 20
 # Seconds. Imports keep a host busy, nothing waits for a worker that is not warm, and a new one would import again.
@@ -97,22 +90,21 @@ def remove_worker(tx: Transition, worker: WorkerRecord, departed: DepartedWorker
         state.slots.put(replace(slot, worker=None))
 
 
-def remove_slot(tx: Transition, slot: SlotRecord, reason: str, how: SlotEnd) -> None:
-    """A slot task is gone, and its worker with it."""
+def remove_slot(tx: Transition, slot: SlotRecord, reason: str, executor_lost: bool | None = None) -> None:
+    """A slot task is gone, and its worker with it. executor_lost: Spark says so; None: the driver has it end."""
     state = tx.state
     worker = tx.find_worker(slot)
     if worker is not None:
-        if how is SlotEnd.EXECUTOR_LOST:
+        if executor_lost:
             _note_possibly_alive(tx, worker, executor_lost=True)
         evict_externally_lost(tx, worker, reason)
-    elif how is not SlotEnd.TOLD_TO_END:
+    elif executor_lost is not None:
         for name, departed in state.workers.departed.items():
             if departed.exit_unreported and departed.took_part and name.startswith(f"{slot.slot}."):
                 # The world's break reason was announced before this was known.
                 told = f"worker {name} was lost with its slot: {reason}"
                 tx.emit(do.NotifyUser(tx.cite(told, departed.event_id)))
     state.slots.record_departure(slot, tx.cite(reason))
-    state.possibly_alive.end_slot(slot.slot, how)
     state.blacklist = state.blacklist.forget_slot(slot.slot)
     state.failures.forget_slot(slot.slot)
     state.connections.forget(slot.slot)
@@ -155,7 +147,8 @@ def on_connection_back(tx: Transition, event: on.ConnectionBack) -> None:
 def mark_reconnected(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
     """Record that the worker sent a message over a working connection. Returns its renewed record."""
     _mark_mass_disconnect(tx)
-    tx.state.connections.restore(worker.worker)
+    connections = tx.state.connections
+    connections.disconnected = connections.disconnected.drop(worker.worker)
     return tx.state.workers.set_last_seen(worker, tx.now)
 
 
@@ -171,12 +164,9 @@ def suspect(tx: Transition, witness: WorkerId, suspects: tuple[WorkerId, ...]) -
 
 
 def _check_connection(tx: Transition, name: WorkerId) -> None:
-    """Evict a worker whose connection is broken, if there is enough evidence.
-
-    A peer's report evicts it immediately. A broken connection of its slot evicts it once it is clear that not all
-    connections broke. Without either it is evicted after `reconnect_grace`. If all connections broke together, the
-    server lost them, and every worker has that time to reconnect.
-    """
+    """Evict a worker whose connection is broken, if there is enough evidence: a peer's report, or, once it is clear
+    that not all connections broke, that of its slot; else after `reconnect_grace`. If all connections broke together,
+    the server lost them, and every worker has that time to reconnect."""
     state, connections = tx.state, tx.state.connections
     worker, since = state.workers.get(name), connections.disconnected.get(name)
     if worker is None or since is None or _is_mass_disconnect(tx):
@@ -209,9 +199,7 @@ def _is_mass_disconnect(tx: Transition) -> bool:
     workers, disconnected = tx.state.workers, tx.state.connections.disconnected
     if len(disconnected) < len(workers) - workers.starting:
         return False
-    return all(
-        worker.worker in disconnected or worker.status is WorkerStatus.STARTING for worker in workers.values()
-    )
+    return all(w.worker in disconnected or w.status is WorkerStatus.STARTING for w in workers.values())
 
 
 # ---- silence
@@ -224,9 +212,8 @@ def note_heartbeat(tx: Transition, slot: SlotRecord, event: messages.Heartbeat) 
     runs = event.state not in NOT_RUNNING
     stack = "" if runs else event.stack
     stopped_at = (slot.stopped_at or tx.now) if event.state == STOPPED else None
-    slot = replace(
-        slot, last_seen=tx.now, delay=max(late, FORGET * slot.delay), stack=stack, stopped_at=stopped_at
-    )
+    delay = max(late, FORGET * slot.delay)
+    slot = replace(slot, last_seen=tx.now, delay=delay, stack=stack, stopped_at=stopped_at)
     if stopped_at is not None:
         connections.next_lease_check = tx.now
     tx.state.slots.put(slot)
@@ -263,9 +250,12 @@ def on_tick(tx: Transition, event: on.Tick) -> None:
     connections.last_lease_check = tx.now
     connections.next_lease_check = tx.now + lease / CHECKS_PER_LEASE
     seen = max((slots[w.slot].last_seen for w in state.workers.values() if w.slot in slots), default=None)
-    if seen is not None and tx.now - seen > max(SHORTEST_DELAY, 1.5 * interval):
+    silence = tx.now - seen if seen is not None else 0.0
+    if silence > max(SHORTEST_DELAY, 1.5 * interval):
         connections.driver_late_at = tx.now
-    if seen is not None and _is_driver_partitioned(tx, tx.now - seen):
+    # R12 (driver silence): all slots fell silent although connections stand, so the driver is cut off, or was paused.
+    # Training continues without it until `driver_timeout`, after which the workers have ended themselves.
+    if lease / 2 < silence <= state.limits.driver_timeout and not _is_mass_disconnect(tx):
         connections.driver_partitioned_at = tx.now
         return
     shortest = min(lease, interval + SHORTEST_DELAY)
@@ -317,15 +307,7 @@ def _evict_silent_slots(tx: Transition) -> None:
     for slot in state.slots.values():
         silence = tx.now - max(slot.last_seen, state.connections.driver_partitioned_at)
         if slot.worker is None and silence > limit:
-            remove_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s", SlotEnd.TOLD_TO_END)
-
-
-def _is_driver_partitioned(tx: Transition, silence: float) -> bool:
-    """Whether no slot was seen for half a lease, in which each sends at least one heartbeat, although connections
-    stand: then the driver is cut off, or was paused. R12 (driver silence): training continues without it until
-    `driver_timeout`, after which the workers have ended themselves."""
-    limits = tx.state.limits
-    return limits.lease / 2 < silence <= limits.driver_timeout and not _is_mass_disconnect(tx)
+            remove_slot(tx, slot, f"slot {slot.slot} was silent for {silence:.1f} s")
 
 
 # ---- evicted members that may be alive
@@ -350,8 +332,8 @@ def _note_possibly_alive(tx: Transition, worker: WorkerRecord, executor_lost: bo
 
 
 def hear_possibly_alive(tx: Transition, message: messages.DriverMessage) -> None:
-    """An evicted member that gives a sign of life is silent anew from now on, however the message came: it may never
-    receive that it shall end. A heartbeat speaks for the worker that it names, if that one runs."""
+    """An evicted member that gives a sign of life, however it came, is silent anew from now on: it may never receive
+    that it shall end. A heartbeat speaks for the worker that it names, if that one runs."""
     state = tx.state
     if not state.possibly_alive.members:
         return

@@ -58,12 +58,9 @@ def record_failure(tx: Transition, failure: WorkerFailure, slot_at_fault: bool =
 
 
 def record_exit(tx: Transition, event: WorkerExited, took_part: bool, alive: bool, detail: str) -> None:
-    """Count the end of a process. alive: the worker was on the records until now.
-
-    A process that was killed, or ended itself under R12 (driver silence), is a loss like that of a host. Its slot is
-    not to blame, unless its workers end so one after the other before they ever take part in a world, or again and
-    again within the failure window.
-    """
+    """Count the end of a process. alive: the worker was on the records until now. A process that was killed, or ended
+    itself under R12 (driver silence), is a loss like that of a host. Its slot is not to blame, unless its workers end
+    so one after the other before they ever take part in a world, or again and again within the failure window."""
     state = tx.state
     slot = event.worker.slot
     if slot in state.slots.excluded or state.timers.done_since is not None:  # R15 (end)
@@ -123,8 +120,8 @@ def _count(tx: Transition, failure: WorkerFailure) -> None:
 
 
 def _record_oom_kill(tx: Transition, detail: str) -> None:
-    """A worker was killed because memory ran out. If another process took the memory, the next try may succeed; if it
-    happens again and again, a setting is wrong, and the job ends."""
+    """Memory ran out. If another process took it, the next try may succeed; if not, a setting is wrong: the job
+    ends."""
     window, history = tx.state.limits.failure_window, tx.state.failures
     history.oom_kills = add_time(history.oom_kills, tx.now, window)
     kills = len(history.oom_kills)
@@ -157,9 +154,7 @@ def record_slot_failure(tx: Transition, slot: SlotId, host: HostId) -> None:
 # ---- R13 (deterministic failures)
 
 
-def _find_repeated_exception(
-    state: DriverState, earlier: tuple[WorkerFailure, ...], new: WorkerFailure
-) -> str:
+def _find_repeated_exception(state: DriverState, earlier: Sequence[WorkerFailure], new: WorkerFailure) -> str:
     """Why this exception is the program's fault and not a host's; "" if that is not certain."""
     if not new.fingerprint:
         return ""
@@ -214,8 +209,7 @@ def _find_repeated_crash(state: DriverState, new: WorkerFailure) -> str:
 
 
 def _find_exception_of_all(state: DriverState, new: WorkerFailure) -> tuple[str, str]:
-    """Reason and detail, where every member of the world has raised. The detail is the first one's, since the other
-    exceptions may be consequences of it."""
+    """Reason and detail (the first one's: others may follow from it), where every member of the world has raised."""
     world = state.world
     if world is None or world.fence.generation != new.generation:
         return "", ""
@@ -233,10 +227,9 @@ def record_progress(tx: Transition, chosen: Collection[WorkerId], position: Posi
     """Count the world that is over if it made no progress. Returns why another world of these workers at that position
     would break, too, "" if it need not.
 
-    A world made no progress if it broke, lost no member and came no further. The same holds if it lost only members
-    that did not come to the regroup, since others did the same from the same state. An outage between peers looks like
-    this, too, and is tolerated for as long as an outage of the driver is.
-    """
+    A world made no progress if it broke, lost no member and came no further, or lost only members that did not come to
+    the regroup: others did the same from the same state. An outage between peers looks like this, too, and is tolerated
+    for as long as one of the driver is."""
     state, history, current = tx.state, tx.state.failures, tx.state.current
     world = current.world
     members = {member.worker for member in world.members} if world is not None else set()
@@ -269,12 +262,9 @@ def record_progress(tx: Transition, chosen: Collection[WorkerId], position: Posi
 def leave_out(tx: Transition, chosen: Sequence[WorkerRecord], position: Position | None) -> bool:
     """Evict one of two members that could not reach each other in the worlds without progress.
 
-    False, and nothing is done, if
-    - a member kept others waiting, by work or because it did not come to the regroup: no link is at fault, then;
-    - no member blames one on another machine;
-    - fewer than `min_workers` would be left;
-    - a member was left out at this position before, and this link is not known to be dead.
-    """
+    False, and nothing is done, if a member kept others waiting (no link is at fault, then), or none blames one on
+    another machine, or fewer than `min_workers` would be left, or a member was left out at this position before, and
+    this link is not known to be dead."""
     state, history, current = tx.state, tx.state.failures, tx.state.current
     links = Counter(_find_machines(tx, history.broken_links))
     if not links or current.stalled or current.late or len(chosen) <= state.limits.min_workers:

@@ -14,24 +14,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from spark_elastic.protocol import commands as do
+from spark_elastic.protocol.driver import failures, slots
 from spark_elastic.protocol.driver.failure_detector import break_world, evict, remove_worker
-from spark_elastic.protocol.driver.failures import (
-    leave_out,
-    record_progress,
-    record_slot_failure,
-    resume_point,
-)
-from spark_elastic.protocol.driver.slots import (
-    admit_excluded,
-    find_blacklisted_hosts,
-    find_newest_position,
-    give_back,
-    launch_due,
-    relaunch,
-    release_idle,
-)
 from spark_elastic.protocol.driver.state import (
     DepartedWorker,
     DrainCause,
@@ -51,6 +38,9 @@ from spark_elastic.protocol.types import (
     WorkerStatus,
     World,
 )
+
+Records: TypeAlias = Sequence[WorkerRecord]
+Machines: TypeAlias = Mapping[WorkerId, str]  # of each worker
 
 # Seconds for the way to a job's last boundary under `max_runtime`; some functions have none.
 LAST_STOP_TIMEOUT = 60.0
@@ -74,11 +64,11 @@ def decide_next_step(tx: Transition) -> None:
         _finish(tx)
         return
     if state.slots.excluded:
-        admit_excluded(tx)
+        slots.admit_excluded(tx)
     if state.launches.relaunch:
-        relaunch(tx)
+        slots.relaunch(tx)
     if state.launches.delayed:
-        launch_due(tx)
+        slots.launch_due(tx)
     over_time = check_max_runtime(tx)
     if state.stage is JobStage.RUNNING:
         _check_running(tx, over_time)
@@ -159,13 +149,12 @@ def _check_running(tx: Transition, over_time: str) -> None:
             break_world(tx, f"{late} did not build world {state.generation} within {timeout:g} s")
     else:
         if state.workers.waiting:
-            release_idle(tx)
+            slots.release_idle(tx)
         _announce(tx, over_time)
 
 
 def _announce(tx: Transition, over_time: str) -> None:
-    """Ask the world to stop for a planned change, or because the job's time is up. Changes that come close together are
-    announced as one (`debounce`)."""
+    """Ask the world to stop for a planned change (close ones are announced as one), or because the job's time is up."""
     state, current, timers = tx.state, tx.state.current, tx.state.timers
     if current.results or (current.announced and not (over_time and not current.end_announced)):
         return
@@ -177,10 +166,8 @@ def _announce(tx: Transition, over_time: str) -> None:
         return
     if timers.change_since is None:
         timers.change_since = tx.now
-    more_may_come = (
-        state.workers.starting or state.workers.draining or state.hosts.discovered is not None or over_time
-    )
-    if more_may_come and tx.now - timers.change_since < state.limits.debounce:
+    more_may_come = state.workers.starting or state.workers.draining or state.hosts.discovered is not None
+    if (more_may_come or over_time) and tx.now - timers.change_since < state.limits.debounce:
         return  # working out the next world is worth it once, not at each of a thousand requests
     joining, leaving = ([], []) if over_time else _find_change(tx)
     why = over_time or _format_change(joining, leaving)
@@ -266,7 +253,7 @@ def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
         return False
     survivors = tx.list_survivors()
     returned = any(worker.status is WorkerStatus.SUCCESS for worker in survivors)
-    if not returned and (find_newest_position(survivors) or START) != START:
+    if not returned and (slots.find_newest_position(survivors) or START) != START:
         return False
     since = state.timers.leaving_since if state.timers.leaving_since is not None else tx.now
     until = since + min(state.limits.gather_timeout, _get_short_timeout(tx))
@@ -278,16 +265,17 @@ def _waits_for_failed_rank(tx: Transition, size: int) -> bool:
 
 
 def _gather(tx: Transition) -> None:
-    """R16 (start): publish the first world, of `num_workers`, or of at least `min_workers` once the first newcomer has
-    waited for `gather_timeout`. The same after the last member was lost, once no old member can still run: R18
-    (publication)."""
+    """R16 (start): publish the first world, of `num_workers`, or of `min_workers` once a newcomer has waited for
+    `gather_timeout`. The same after the last member was lost, once none can still run: R18 (publication)."""
     state, timers = tx.state, tx.state.timers
     count = tx.count_newcomers()
     if count == 0:
         timers.gather_since = None
     elif timers.gather_since is None:
         timers.gather_since = tx.now
-    if not _has_enough(tx, count) or state.possibly_alive.any_may_run(tx.now):
+    if not _has_enough(tx, count):
+        return
+    if any(member.until > tx.now for member in state.possibly_alive.members.values()):
         return
     assert timers.gather_since is not None
     waited = tx.now - timers.gather_since
@@ -349,7 +337,7 @@ def _notify_of_missing_workers(tx: Transition, count: int) -> None:
 
 def _end_if_all_blacklisted(tx: Transition, deadline: float) -> None:
     """End the job early if no host that is left could bring a worker before the deadline."""
-    found = find_blacklisted_hosts(tx) if tx.state.blacklist else None
+    found = slots.find_blacklisted_hosts(tx) if tx.state.blacklist else None
     if found is None or found[1] <= deadline:
         return
     hosts, first = found
@@ -402,24 +390,22 @@ def format_names(names: Sequence[str], most: int = 8) -> str:
 
 
 def _form_world(tx: Transition, chosen: list[WorkerRecord]) -> None:
-    """Publish a world of these workers. If another world is not allowed, or would only break again, leave a member out
-    or end the job instead."""
+    """Publish a world of these workers; if none is allowed, or would break again, leave one out or end the job."""
     state = tx.state
     if _resets_used_up(state):
         broke = state.current.break_reason
         if over_time := check_max_runtime(tx):
             tx.end(do.JobOutcome.TIME_LIMIT, f"{over_time}: {broke}")
             return
-        formed = (
-            f"{state.generation - 1} were formed after the first (reset_limit {state.limits.reset_limit})"
-        )
+        count, limit = state.generation - 1, state.limits.reset_limit
+        formed = f"{count} were formed after the first (reset_limit {limit})"
         tx.end(do.JobOutcome.RESET_LIMIT, f"a new world is needed and {formed}: {broke}")
         return
-    position = find_newest_position(chosen)
-    why_end = record_progress(tx, {worker.worker for worker in chosen}, position)
+    position = slots.find_newest_position(chosen)
+    why_end = failures.record_progress(tx, {worker.worker for worker in chosen}, position)
     if not why_end:
         _publish(tx, chosen, position)
-    elif leave_out(tx, chosen, position):
+    elif failures.leave_out(tx, chosen, position):
         _regroup(tx)
     else:
         tx.end(do.JobOutcome.USER_ERROR, why_end)
@@ -438,7 +424,7 @@ def _publish(tx: Transition, chosen: list[WorkerRecord], position: Position | No
     current.generation += 1
     resume, reader = ((), source) if source is not None else choose_resume(state, ranked)
     begins_anew = reader is None and not survivors and current.generation > 1
-    point = NO_CHECKPOINT if begins_anew else resume_point(state, position, *resume[:1])
+    point = NO_CHECKPOINT if begins_anew else failures.resume_point(state, position, *resume[:1])
     reason = _explain_world(tx, ranked, leaving, point)
     members = assign_ranks(ranked, machines)
     world = World(state.fence, members, reader, reason, current.version, resume)
@@ -454,9 +440,7 @@ def _resets_used_up(state: DriverState) -> bool:
     return limit is not None and state.generation > limit
 
 
-def choose_resume(
-    state: DriverState, ranked: Sequence[WorkerRecord]
-) -> tuple[tuple[Checkpoint, ...], int | None]:
+def choose_resume(state: DriverState, ranked: Records) -> tuple[tuple[Checkpoint, ...], int | None]:
     """What a world without a state begins from: the published checkpoints, or before them the commit that a member's
     host keeps, if that is newer: R23 (kept commits). With it the rank that reads it; None: nothing is there."""
     published = state.checkpoints
@@ -468,9 +452,7 @@ def choose_resume(
     return published if newest == published[:1] else (*newest, *published), reader
 
 
-def _explain_world(
-    tx: Transition, chosen: list[WorkerRecord], leaving: list[WorkerRecord], point: str
-) -> str:
+def _explain_world(tx: Transition, chosen: Records, leaving: Records, point: str) -> str:
     state = tx.state
     broke = state.current.break_reason
     joining = [worker.worker for worker in chosen if not worker.is_member]
@@ -481,7 +463,7 @@ def _explain_world(
     return sentence if broke else tx.cite(sentence)
 
 
-def _enter(tx: Transition, world: World, chosen: list[WorkerRecord]) -> None:
+def _enter(tx: Transition, world: World, chosen: Records) -> None:
     state, timers = tx.state, tx.state.timers
     for rank, worker in enumerate(chosen):
         entered = replace(worker, rank=rank, formed=False, has_left=False, status=WorkerStatus.JOINING)
@@ -505,23 +487,21 @@ def _dismiss(tx: Transition, worker: WorkerRecord) -> None:
         return
     if worker.drain_cause is DrainCause.STRAGGLER:
         # The next slot is to be on another host, if there is one.
-        record_slot_failure(tx, slot.slot, slot.host)
-    give_back(tx, slot, reason, hold_back=worker.drain_cause is DrainCause.BY_USER)
+        failures.record_slot_failure(tx, slot.slot, slot.host)
+    slots.give_back(tx, slot, reason, hold_back=worker.drain_cause is DrainCause.BY_USER)
 
 
 # ---- members and ranks
 
 
-def choose_members(
-    survivors: Sequence[WorkerRecord], newcomers: Sequence[WorkerRecord], limits: Limits
-) -> list[WorkerRecord]:
+def choose_members(survivors: Records, newcomers: Records, limits: Limits) -> list[WorkerRecord]:
     """Members of the next world: survivors in rank order, R4 (survivors), then newcomers in order of arrival. A
     draining survivor stays a member only if it alone has the newest state, or if there were too few without it."""
     staying = [worker for worker in survivors if not worker.draining]
     leaving = [worker for worker in survivors if worker.draining]
     needed: list[WorkerRecord] = []
-    newest = find_newest_position(survivors)
-    if newest != find_newest_position(staying):
+    newest = slots.find_newest_position(survivors)
+    if newest != slots.find_newest_position(staying):
         needed = [next(worker for worker in leaving if worker.position == newest)]
     joining = list(newcomers[: max(0, limits.capacity - len(staying) - len(needed))])
     missing = limits.min_workers - len(staying) - len(needed) - len(joining)
@@ -530,9 +510,7 @@ def choose_members(
     return [worker for worker in survivors if worker.worker in chosen] + joining
 
 
-def group_by_machine(
-    staying: Sequence[WorkerRecord], joining: Sequence[WorkerRecord], machines: Mapping[WorkerId, str]
-) -> list[WorkerRecord]:
+def group_by_machine(staying: Records, joining: Records, machines: Machines) -> list[WorkerRecord]:
     """The next world's members in order of rank. Survivors stay in their order, so that rank 0 is one of them; each
     newcomer comes behind the other members on its machine. Those on other machines come last, machine by machine."""
     last = {machines[worker.worker]: worker.worker for worker in staying}  # of each machine's survivors
@@ -548,7 +526,7 @@ def group_by_machine(
     return ranked + [worker for newcomers in coming.values() for worker in newcomers]
 
 
-def assign_ranks(ranked: Sequence[WorkerRecord], machines: Mapping[WorkerId, str]) -> tuple[Member, ...]:
+def assign_ranks(ranked: Records, machines: Machines) -> tuple[Member, ...]:
     """Members in the order given. Local ranks count a machine's members, on whichever of its hosts; cross ranks count,
     over the machines in order of their first member, the members with an equal local rank (Horovod's definition)."""
     on_machine: Counter[str] = Counter()
@@ -570,7 +548,7 @@ def assign_ranks(ranked: Sequence[WorkerRecord], machines: Mapping[WorkerId, str
     return tuple(members)
 
 
-def find_source(ranked: Sequence[WorkerRecord]) -> int | None:
+def find_source(ranked: Records) -> int | None:
     """R4 (survivors): the lowest rank among those at the highest position; None if no worker has a state."""
-    newest = find_newest_position(ranked)
+    newest = slots.find_newest_position(ranked)
     return None if newest is None else [worker.position for worker in ranked].index(newest)

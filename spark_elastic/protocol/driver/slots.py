@@ -1,8 +1,5 @@
-"""Slots: when they are launched, which may take part, and when they are given back.
-
-A slot launch is a single-task Spark job. Its task's attempts register as slots; the driver admits each, excludes it
-from all worlds, or sends it back.
-"""
+"""Slots: when they are launched, which may take part, and when they are given back. A slot launch is a single-task
+Spark job. Its task's attempts register as slots; the driver admits each, excludes it, or sends it back."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from spark_elastic.protocol.driver.failure_detector import remove_slot
 from spark_elastic.protocol.driver.state import (
     DrainCause,
     JobStage,
-    SlotEnd,
     SlotLaunch,
     SlotRecord,
     Transition,
@@ -83,9 +79,8 @@ def on_launch_ended(tx: Transition, event: on.LaunchEnded) -> None:
     ended = state.launches.get(event.launch)
     if ended is None:
         return
-    how = SlotEnd.EXECUTOR_LOST if event.executor_lost else SlotEnd.OBSERVED
     for slot in state.slots.of_launch(event.launch):
-        remove_slot(tx, slot, f"slot job {event.launch} ended: {event.reason}", how)
+        remove_slot(tx, slot, f"slot job {event.launch} ended: {event.reason}", event.executor_lost)
     state.possibly_alive.end_launch(event.launch, event.executor_lost)
     state.launches.remove(event.launch)
     if state.timers.done_since is not None:
@@ -110,11 +105,8 @@ def _launch_successor(tx: Transition, ended: SlotLaunch, why: str) -> None:
 
 
 def find_blacklisted_hosts(tx: Transition) -> tuple[list[HostId], float] | None:
-    """If every host that could take part is blacklisted: these hosts, and when the first returns; else None.
-
-    Before the first world an executor that is not here yet may be a good one, unless discovery lists the hosts by
-    their own names.
-    """
+    """If every host that could take part is blacklisted: these hosts, and when the first returns; else None. Before the
+    first world an unknown executor may be a good one, unless discovery lists the hosts by their own names."""
     state = tx.state
     listed, blacklist = dict(state.hosts.discovered or ()).keys(), state.blacklist
     out = [host for host in blacklist.hosts if blacklist.find_host_return(host, tx.now) is not None]
@@ -138,12 +130,9 @@ def _count_seconds_until_a_host_returns(tx: Transition) -> float:
 
 
 def give_back(tx: Transition, slot: SlotRecord, reason: str, hold_back: bool = False) -> None:
-    """End the slot, and with it its worker, which must not be a member of a world. hold_back: the slot is not asked for
-    again before a member is lost.
-
-    R14 (duplicates): beside another attempt that may take part it is excluded from all worlds instead, since Spark ends
-    a task's other attempts once one returns.
-    """
+    """End the slot, and with it its worker, which must not be a member. hold_back: it is not asked for again before a
+    member is lost. R14 (duplicates): beside another attempt that may take part it is excluded from all worlds instead,
+    since Spark ends a task's other attempts once one returns."""
     slots = tx.state.slots
     if hold_back:
         tx.state.launches.update(slot.launch, held_back=True)
@@ -155,7 +144,7 @@ def give_back(tx: Transition, slot: SlotRecord, reason: str, hold_back: bool = F
 
 
 def _release(tx: Transition, slot: SlotRecord, reason: str) -> None:
-    remove_slot(tx, slot, reason, SlotEnd.TOLD_TO_END)
+    remove_slot(tx, slot, reason)
     tx.emit(do.ReleaseSlot(reason, slot.slot))
 
 
@@ -177,8 +166,7 @@ def release_idle(tx: Transition) -> None:
 
 
 def on_slots_wanted(tx: Transition, event: on.SlotsWanted) -> None:
-    """R17 (gathering): give slots back if another job of the application needs them, and restart `start_timeout`: the
-    slots that this job lacks are in use, not missing."""
+    """R17 (gathering): give slots back if another job needs them. `start_timeout` restarts: what lacks is in use."""
     state = tx.state
     if not state.lacks_slots:
         return
@@ -189,8 +177,8 @@ def on_slots_wanted(tx: Transition, event: on.SlotsWanted) -> None:
 
 
 def _preempt(tx: Transition, reason: str) -> None:
-    """Give all slots back to another job and ask for them again later, since they are too few for a world. A survivor
-    with the newest state keeps its slot: P3 (no rollback)."""
+    """Give all slots back to another job, to ask for them again later; P3 (no rollback): one with the newest state
+    stays."""
     state = tx.state
     if state.stage is JobStage.RUNNING or state.workers.not_left:
         return
@@ -255,9 +243,6 @@ def release_departed(tx: Transition, slot: SlotId) -> None:
         tx.emit(do.ReleaseSlot(f"slot {slot} is no longer part of the job: {reason}", slot))
 
 
-# ---- hosts
-
-
 def on_host_appeared(tx: Transition, event: on.HostAppeared) -> None:
     """Launch delayed slots now: failed launches on other hosts say nothing about the new one."""
     if tx.state.hosts.add(event.host):
@@ -269,13 +254,13 @@ def on_host_lost(tx: Transition, event: on.HostLost) -> None:
     state.hosts.draining = state.hosts.draining.drop(event.host)
     state.blacklist = state.blacklist.forget_host(event.host)
     for slot in state.slots.on_host(event.host):
-        remove_slot(tx, slot, f"host {event.host} is lost: {event.reason}", SlotEnd.EXECUTOR_LOST)
+        state.possibly_alive.lose_executor(slot.slot)
+        remove_slot(tx, slot, f"host {event.host} is lost: {event.reason}", executor_lost=True)
         state.launches.update(slot.launch, executor_lost=True)
 
 
 def on_hosts_discovered(tx: Transition, event: on.HostsDiscovered) -> None:
-    """An answer of discovery causes at most a planned change: members that it does not list drain, unless it lists them
-    again in time."""
+    """Members that discovery does not list drain, a planned change, unless it lists them again in time."""
     state = tx.state
     state.hosts.discovered = event.hosts
     _skip_back_off(tx)

@@ -1,16 +1,14 @@
 """What the driver machine knows of a job, and the transition in which one event changes it.
 
-`DriverState` is divided into parts. Each part owns its fields, and changes its indexes and counters together with the
-records that they count. A transition works on copies of the parts, which never change once the transition is
-over. All values in the fields are immutable, so shallow copies suffice.
-"""
+Each part of `DriverState` owns its fields, and changes its indexes and counters together with the records that they
+count. A transition works on copies of the parts; values in the fields are immutable, so shallow copies suffice."""
 
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.driver.blacklist import Blacklist
@@ -34,6 +32,7 @@ from spark_elastic.protocol.types import (
 K = TypeVar("K")
 V = TypeVar("V")
 P = TypeVar("P", bound="Part")
+Results: TypeAlias = tuple[str, ...]  # JSON text, by rank
 
 
 class Part:
@@ -59,9 +58,6 @@ class _LiveRecords(Part, Mapping[K, V]):
     def __getitem__(self, key: K) -> V:
         return self.alive[key]
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.alive
-
     def __iter__(self) -> Iterator[K]:
         return iter(self.alive)
 
@@ -73,9 +69,6 @@ class _LiveRecords(Part, Mapping[K, V]):
 
     def items(self) -> ItemsView[K, V]:
         return self.alive.items()
-
-
-# ---- slot launches
 
 
 @dataclass(frozen=True)
@@ -95,8 +88,7 @@ class Launches(_LiveRecords[int, SlotLaunch]):
     """Slot launches that run or are delayed, by number."""
 
     next_launch: int = 1  # the number of the next one
-    # Those that are not launched yet: when they are, and why.
-    delayed: Table[int, tuple[float, str]] = field(default_factory=Table)
+    delayed: Table[int, tuple[float, str]] = field(default_factory=Table)  # until when, and why
     held_back_count: int = 0  # how many are not asked for again before a member is lost
     relaunch: bool = False  # a member was lost, so those that are held back are asked for again
     preempted: str = ""  # why slots were given back although there are too few
@@ -117,17 +109,12 @@ class Launches(_LiveRecords[int, SlotLaunch]):
             self.put(replace(launch, slots=launch.slots + more_slots, **changes))
 
 
-# ---- hosts and slots
-
-
 @dataclass
 class Hosts(Part):
     """Hosts that may carry slots, and the drain requests that concern them."""
 
-    # All that ever had a slot, or appeared, and their machines. None: known with the host's first slot.
-    known: Table[HostId, str | None] = field(default_factory=Table)
-    # Discovery's newest answer: hosts and how many slots each has. None: all hosts, without limit.
-    discovered: tuple[tuple[str, int], ...] | None = None
+    known: Table[HostId, str | None] = field(default_factory=Table)  # and its machine, if it had a slot
+    discovered: tuple[tuple[str, int], ...] | None = None  # hosts and their slots; None: all, without limit
     draining: Table[HostId, str] = field(default_factory=Table)  # and why
     waiting_drains: tuple[DrainRequested, ...] = ()  # requests that wait for the first world
 
@@ -157,9 +144,7 @@ class SlotRecord:
     host: HostId  # the executor that carries it
     last_seen: float  # when its last heartbeat came
     extra: bool = False  # another attempt of its task was alive when it came: R14 (duplicates)
-    worker: WorkerId | None = (
-        None  # a living one, spares not counted; None: none was announced since the last
-    )
+    worker: WorkerId | None = None  # a living one, spares not counted; None: none was announced since then
     disconnected_at: float | None = None  # since when its control connection is broken
     node: str = ""  # its machine's name
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
@@ -167,9 +152,7 @@ class SlotRecord:
     kept: Checkpoint | None = None  # newest commit in its host's memory when it came: R23 (kept commits)
     delay: float = 0.0  # seconds by which a heartbeat was late at most, which is forgotten by and by
     stack: str = ""  # where its worker was, which is stopped now; "" while it runs
-    stopped_at: float | None = (
-        None  # when the first heartbeat came that said that its worker is stopped; None: it runs
-    )
+    stopped_at: float | None = None  # when a heartbeat first said that its worker is stopped; None: it runs
 
     @property
     def machine(self) -> str:
@@ -177,20 +160,11 @@ class SlotRecord:
         return self.node or self.host
 
 
-class SlotEnd(Enum):
-    """How the driver knows that a slot task is gone."""
-
-    OBSERVED = "it ended, and with it all that ran in it"
-    TOLD_TO_END = "the driver told it to end, or will with its next message"
-    EXECUTOR_LOST = "Spark says that its executor is lost, and may only have lost sight of it"
-
-
 @dataclass
 class Slots(_LiveRecords[SlotId, SlotRecord]):
     """Slots that are alive, by name."""
 
-    # Slots of a host, so that an event costs its own, never all.
-    _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)
+    _by_host: Table[HostId, tuple[SlotId, ...]] = field(default_factory=Table)  # so that none looks at all
     _by_launch: Table[int, tuple[SlotId, ...]] = field(default_factory=Table)  # the same, by launch
     departed: Table[SlotId, str] = field(default_factory=Table)  # gone or refused, and why
     excluded: Table[SlotId, None] = field(default_factory=Table)  # may not return yet: R14 (duplicates)
@@ -229,18 +203,13 @@ def _remove(index: Table[K, tuple[SlotId, ...]], key: K, slot: SlotId) -> Table[
     return index.put(key, left) if left else index.drop(key)
 
 
-# ---- workers
-
-
 class DrainCause(Enum):
     """Why a worker drains."""
 
     HOST = "its host goes"
     NOT_DISCOVERED = "discovery does not list its host"  # undone once discovery lists it again
     BY_USER = "a user asked for it"  # its slot is not asked for again before a member is lost
-    STRAGGLER = (
-        "the others are quicker without it"  # another worker of its slot, or another slot, replaces it
-    )
+    STRAGGLER = "the others are quicker without it"  # its slot's next worker, or another slot, replaces it
 
 
 @dataclass(frozen=True)
@@ -279,8 +248,7 @@ class DepartedWorker:
 
     reason: str  # a sentence, with which later messages of the worker are answered
     event_id: str = ""  # of the event with which it departed
-    # Its slot has not reported the exit of its process yet. If the exit failed, it counts as a failure then.
-    exit_unreported: bool = False
+    exit_unreported: bool = False  # its slot has not reported its exit, which counts if it is a failure
     took_part: bool = False  # it had been in a world
     reported_end: bool = False  # by itself: its process has a moment for its functions of `atexit`
 
@@ -289,8 +257,7 @@ class DepartedWorker:
 class Workers(_LiveRecords[WorkerId, WorkerRecord]):
     """Workers that are alive, by name, and how many of them are in a condition that forming a world waits for."""
 
-    # Kept until the job ends, so that late messages get an answer.
-    departed: Table[WorkerId, DepartedWorker] = field(default_factory=Table)
+    departed: Table[WorkerId, DepartedWorker] = field(default_factory=Table)  # for late messages
     waiting: Table[WorkerId, None] = field(default_factory=Table)  # warm newcomers in order of arrival
     arrivals: int = 0  # how many newcomers have come so far
     starting: int = 0  # workers that are not warm yet
@@ -385,32 +352,24 @@ class PossiblyAliveMembers(Part):
         known = self._of_launch(slot.launch).items()
         return {n: m for n, m in known if n == worker or (worker is None and n.slot == slot)}
 
-    def end_slot(self, slot: SlotId, how: SlotEnd) -> None:
-        """A slot is gone, and what ran in it, as far as `how` proves that."""
+    def lose_executor(self, slot: SlotId) -> None:
+        """Spark says that the slot's executor is lost, and may only have lost sight of it."""
         for worker, member in self.find_by_connection(slot, None).items():
-            self._end(worker, member, how)
+            self.update(worker, replace(member, executor_lost=True))
 
     def end_launch(self, launch: int, executor_lost: bool) -> None:
         """A launch is over, and all attempts of its task, including those that were told to end before."""
         for worker, member in self._of_launch(launch).items():
-            lost = executor_lost or member.executor_lost
-            self._end(worker, member, SlotEnd.EXECUTOR_LOST if lost else SlotEnd.OBSERVED)
+            if executor_lost or member.executor_lost:
+                self.update(worker, replace(member, executor_lost=True))
+            else:
+                self.confirm_dead(worker)
         if not self._of_launch(launch):
             self._by_launch = self._by_launch.drop(launch)
-
-    def any_may_run(self, now: float) -> bool:
-        """Whether a member of an old world may still train."""
-        return any(member.until > now for member in self.members.values())
 
     def _of_launch(self, launch: int) -> dict[WorkerId, PossiblyAlive]:
         known = self.members
         return {name: known[name] for name in self._by_launch.get(launch, ()) if name in known}
-
-    def _end(self, worker: WorkerId, member: PossiblyAlive, how: SlotEnd) -> None:
-        if how is SlotEnd.OBSERVED:
-            self.confirm_dead(worker)
-        elif how is SlotEnd.EXECUTOR_LOST:
-            self.update(worker, replace(member, executor_lost=True))
 
 
 @dataclass
@@ -418,8 +377,7 @@ class Connections(Part):
     """What the failure detector knows of control connections and of the driver's own pauses."""
 
     disconnected: Table[WorkerId, float] = field(default_factory=Table)  # workers, and since when
-    # Workers and slots whose last connection was reset or timed out, hence not closed by a kernel.
-    reset: frozenset[WorkerId | SlotId] = frozenset()
+    reset: frozenset[WorkerId | SlotId] = frozenset()  # whose last connection no kernel closed: it was reset
     mass_disconnect_at: float = float("-inf")  # when last all workers were disconnected together
     driver_partitioned_at: float = float("-inf")  # when last the driver itself was cut off or paused
     driver_late_at: float = float("-inf")  # the same, also for a moment
@@ -427,17 +385,11 @@ class Connections(Part):
     last_lease_check: float = float("inf")  # when the leases were last checked
     next_lease_check: float = 0.0  # the first tick from this time on checks them
 
-    def restore(self, worker: WorkerId) -> None:
-        self.disconnected = self.disconnected.drop(worker)
-
     def forget(self, name: WorkerId | SlotId) -> None:
         """The worker or slot is gone."""
         if isinstance(name, WorkerId):
-            self.restore(name)
+            self.disconnected = self.disconnected.drop(name)
         self.reset -= {name}
-
-
-# ---- failures
 
 
 def add_time(times: tuple[float, ...], now: float, window: float) -> tuple[float, ...]:
@@ -466,12 +418,10 @@ class FailureHistory(Part):
 
     records: tuple[WorkerFailure, ...] = ()  # within the failure window, oldest first
     oom_kills: tuple[float, ...] = ()  # when workers were killed because memory ran out
-    # By slot, how many of its workers were killed in a row before they took part in a world.
-    kills_in_a_row: Table[SlotId, int] = field(default_factory=Table)
+    kills_in_a_row: Table[SlotId, int] = field(default_factory=Table)  # of workers that had not taken part
     kill_times: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # of the slot's workers
     silences: Table[SlotId, tuple[float, ...]] = field(default_factory=Table)  # when its workers fell silent
-    # Workers that a signal, or the end of their slot or host, took out of a world, and which world.
-    externally_lost: Table[WorkerId, int] = field(default_factory=Table)
+    externally_lost: Table[WorkerId, int] = field(default_factory=Table)  # from which world, by no fault
     worlds_without_progress: int = 0  # in a row: they broke, lost no member and came no further
     without_progress_since: float = 0.0  # when the first of these worlds was counted
     broken_links: tuple[frozenset[WorkerId], ...] = ()  # in these worlds
@@ -497,9 +447,6 @@ class FailureHistory(Part):
         self.kill_times = self.kill_times.drop(slot)
 
 
-# ---- the world
-
-
 class JobStage(Enum):
     GATHERING = "gathering"  # no world, and no survivor of one: the next begins without a member's state
     RUNNING = "running"  # a world is published and not known to be broken
@@ -518,13 +465,11 @@ class CurrentWorld(Part):
     end_announced: bool = False  # and that this boundary is the job's last
     break_reason: str = ""  # why the world broke, "" if it did not
     broken_by: str = ""  # the id of the event that broke it, "" if none did
-    # `break_reason` is what a survivor saw: who was lost, and how, is not known yet.
-    cause_unknown: bool = False
+    cause_unknown: bool = False  # `break_reason` is what a survivor saw: not who was lost, and how
     suspected: frozenset[WorkerId] = frozenset()  # members that a peer blames for its broken group
     broken_links: tuple[frozenset[WorkerId], ...] = ()  # two members each, one of which blames the other
     late: frozenset[WorkerId] = frozenset()  # members evicted because they did not come to the regroup
-    # Members that kept others waiting, and what they did, for the reason of this world's end.
-    stalled: Table[WorkerId, str] = field(default_factory=Table)
+    stalled: Table[WorkerId, str] = field(default_factory=Table)  # members that kept others waiting, and how
     results: Table[WorkerId, str] = field(default_factory=Table)  # JSON text, by members that returned
 
     def enter(self, world: World) -> None:
@@ -566,9 +511,7 @@ class DriverState(Part):
     hosts: Hosts = field(default_factory=Hosts)  # that may carry slots, or drain
     slots: Slots = field(default_factory=Slots)  # slot tasks that are alive
     workers: Workers = field(default_factory=Workers)  # that are alive, spares not counted
-    possibly_alive: PossiblyAliveMembers = field(
-        default_factory=PossiblyAliveMembers
-    )  # evicted, may train on
+    possibly_alive: PossiblyAliveMembers = field(default_factory=PossiblyAliveMembers)  # evicted ones
     connections: Connections = field(default_factory=Connections)  # for the failure detector
     failures: FailureHistory = field(default_factory=FailureHistory)  # that still count
     current: CurrentWorld = field(default_factory=CurrentWorld)  # the newest world
@@ -620,31 +563,26 @@ class Transition:
 
     def __init__(self, state: DriverState, now: float, event_id: str = "") -> None:
         self.state = state.copy()
-        self.now = now
-        self.event_id = event_id
+        self.now, self.event_id = now, event_id
         self.commands: list[do.DriverCommand] = []
 
     def emit(self, command: do.DriverCommand) -> None:
         self.commands.append(command)
 
     def cite(self, sentence: str, earlier: str = "") -> str:
-        """The sentence with the id of this event, and of an earlier one of the same story: one search for an id then
-        finds all that followed."""
+        """The sentence with the id of this event, and of an earlier one: one search for an id finds the whole story."""
         ids = ", ".join(dict.fromkeys(filter(None, (earlier, self.event_id))))
         return f"{sentence} ({ids})" if ids else sentence
 
-    def end(
-        self, outcome: do.JobOutcome, reason: str, detail: str = "", results: tuple[str, ...] = ()
-    ) -> None:
+    def end(self, outcome: do.JobOutcome, reason: str, detail: str = "", results: Results = ()) -> None:
         """The job is over: tell all workers and slots, then the caller."""
         state = self.state
         if state.stage is JobStage.ENDED:
             return
         state.stage, reason = JobStage.ENDED, self.cite(reason)
-        for worker in state.workers.values():
-            self.emit(do.StopWorker(f"{JOB_OVER} ({outcome.value}): {reason}", worker.worker))
-        for slot in state.slots.values():
-            self.emit(do.ReleaseSlot(f"{JOB_OVER} ({outcome.value}): {reason}", slot.slot))
+        told = f"{JOB_OVER} ({outcome.value}): {reason}"
+        self.commands += [do.StopWorker(told, worker) for worker in state.workers]
+        self.commands += [do.ReleaseSlot(told, slot) for slot in state.slots]
         self.emit(do.End(reason, outcome, results, detail))
 
     def find_worker(self, slot: SlotRecord) -> WorkerRecord | None:
@@ -658,20 +596,15 @@ class Transition:
         return next(self._iter_members(), None) is not None
 
     def list_newcomers(self) -> list[WorkerRecord]:
-        """Warm workers outside the world that may enter it, in order of arrival. Extra attempts come last: R14
-        (duplicates)."""
+        """Warm workers that may enter the world, in order of arrival; extra attempts come last: R14 (duplicates)."""
         state = self.state
         excluded, blacklist = state.slots.excluded, state.blacklist
-        found = [state.workers[worker] for worker in state.workers.waiting]
-        cut_off = self._find_cut_off()
-        usable = (
-            w
-            for w in found
-            if not w.draining
-            and w.slot not in excluded
-            and not (blacklist and blacklist.find_slot_return(w.slot, w.host, self.now) is not None)
-            and not (cut_off and state.slots[w.slot].machine in cut_off)
-        )
+        waiting = [state.workers[worker] for worker in state.workers.waiting]
+        usable = [w for w in waiting if not w.draining and w.slot not in excluded]
+        if blacklist:
+            cut_off = self._find_cut_off()
+            usable = [w for w in usable if blacklist.find_slot_return(w.slot, w.host, self.now) is None]
+            usable = [w for w in usable if not cut_off or state.slots[w.slot].machine not in cut_off]
         return sorted(usable, key=lambda worker: (worker.extra, worker.arrival))
 
     def count_newcomers(self) -> int:

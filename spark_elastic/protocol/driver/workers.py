@@ -1,7 +1,5 @@
-"""Handlers of the driver machine for messages that concern workers: processes, requests for worlds, results, ends.
-
-One `RequestNextWorld` ends a worker's part in a world and asks for the next one, which is the answer to it.
-"""
+"""Handlers of the driver machine for messages that concern workers: processes, requests for worlds, results, ends. One
+`RequestNextWorld` ends a worker's part in a world and asks for the next one, which is the answer to it."""
 
 from __future__ import annotations
 
@@ -11,21 +9,8 @@ from dataclasses import replace
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import messages
-from spark_elastic.protocol.driver.failure_detector import (
-    break_world,
-    evict,
-    evict_externally_lost,
-    mark_reconnected,
-    note_heartbeat,
-    suspect,
-)
-from spark_elastic.protocol.driver.failures import record_exit, record_failure
-from spark_elastic.protocol.driver.slots import (
-    explain_drain,
-    explain_missing_discovery,
-    give_back,
-    release_departed,
-)
+from spark_elastic.protocol.driver import failure_detector as detector
+from spark_elastic.protocol.driver import failures, slots
 from spark_elastic.protocol.driver.state import (
     DepartedWorker,
     JobStage,
@@ -51,9 +36,9 @@ def on_heartbeat(tx: Transition, event: messages.Heartbeat) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
-        release_departed(tx, event.slot)
+        slots.release_departed(tx, event.slot)
         return
-    slot = note_heartbeat(tx, slot, event)
+    slot = detector.note_heartbeat(tx, slot, event)
     if event.worker is None:
         return
     departed = state.workers.departed.get(event.worker)
@@ -79,13 +64,13 @@ def on_worker_started(tx: Transition, event: messages.WorkerStarted) -> None:
     state = tx.state
     slot = state.slots.get(event.slot)
     if slot is None:
-        release_departed(tx, event.slot)
+        slots.release_departed(tx, event.slot)
     elif event.worker not in state.workers and event.worker not in state.workers.departed:
         kept = event.kept or slot.kept  # since it came, workers of the host have kept newer ones
         register_worker(tx, replace(slot, last_seen=tx.now, kept=kept), event.worker)
     elif event.worker in state.workers:
         # A new process, since its program begins again: R15 (end). The connection that broke was the old one's.
-        mark_reconnected(tx, state.workers[event.worker])
+        detector.mark_reconnected(tx, state.workers[event.worker])
 
 
 def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
@@ -98,17 +83,17 @@ def register_worker(tx: Transition, slot: SlotRecord, name: WorkerId) -> None:
         state.workers.record_departure(name, DepartedWorker(reason, exit_unreported=True))
         return
     if previous is not None:
-        evict(tx, previous, f"its slot started worker {name} in its place", exit_unreported=True)
+        detector.evict(tx, previous, f"its slot started worker {name} in its place", exit_unreported=True)
     state.workers.put(WorkerRecord(name, slot.slot, slot.host, tx.now, extra=slot.extra))
     slot = replace(slot, worker=name)
     state.slots.put(slot)
-    why = explain_drain(tx, slot) or explain_missing_discovery(tx, slot)
+    why = slots.explain_drain(tx, slot) or slots.explain_missing_discovery(tx, slot)
     if why:  # its member was about to leave, and was lost first
-        give_back(tx, slot, why)
+        slots.give_back(tx, slot, why)
     elif silences := _explain_silences(tx, slot):
         count = len(state.slots.on_host(slot.host))
         state.blacklist = state.blacklist.record_failure(slot.slot, slot.host, count, tx.now, state.limits)
-        give_back(tx, slot, silences)
+        slots.give_back(tx, slot, silences)
 
 
 # ---- requests for the next world
@@ -118,7 +103,7 @@ def on_next_world_requested(tx: Transition, event: messages.RequestNextWorld) ->
     worker = _find_or_stop_sender(tx, event)
     if worker is None:
         return
-    worker = mark_reconnected(tx, worker)
+    worker = detector.mark_reconnected(tx, worker)
     if not worker.is_member:
         _admit_newcomer(tx, worker)
     elif event.fence == tx.state.fence:
@@ -132,11 +117,8 @@ def on_next_world_requested(tx: Transition, event: messages.RequestNextWorld) ->
 def _find_or_stop_sender(tx: Transition, event: messages.RequestNextWorld) -> WorkerRecord | None:
     """The record of the worker that asks. If it cannot take part, emit its `StopWorker` and return None."""
     state, name, fence = tx.state, event.worker, event.fence
-    departed, slot, worker = (
-        state.workers.departed.get(name),
-        state.slots.get(event.slot),
-        state.workers.get(name),
-    )
+    worker, departed = state.workers.get(name), state.workers.departed.get(name)
+    slot = state.slots.get(event.slot)
     if departed is not None:
         why = f"is no longer part of the job: {departed.reason}"
     elif worker is None and slot is None:
@@ -181,8 +163,8 @@ def _leave_world(tx: Transition, worker: WorkerRecord, event: messages.RequestNe
     if not event.planned and not worker.has_left:  # it asks again and again, and blames once
         blame = f" and blames {', '.join(_describe_suspects(tx, event.suspects))}" if event.suspects else ""
         reason = f"{tx.describe(worker)} could not continue{blame}: {event.reason or 'its group broke'}"
-        break_world(tx, reason, cause_unknown=True)
-        suspect(tx, event.worker, event.suspects)
+        detector.break_world(tx, reason, cause_unknown=True)
+        detector.suspect(tx, event.worker, event.suspects)
 
 
 def _mark_left(tx: Transition, worker: WorkerRecord, position: Position | None, status: WorkerStatus) -> None:
@@ -218,7 +200,7 @@ def on_worker_done(tx: Transition, event: messages.WorkerDone) -> None:
         reason = f"worker {event.worker} is done but no longer part of the job: {why}"
         tx.emit(do.StopWorker(reason, event.worker))
         return
-    worker = mark_reconnected(tx, worker)
+    worker = detector.mark_reconnected(tx, worker)
     if not worker.is_member or event.fence != state.fence or worker.has_left:
         return  # the server answers an older question with the world that it is in
     all_results = state.limits.all_results
@@ -232,9 +214,6 @@ def on_worker_done(tx: Transition, event: messages.WorkerDone) -> None:
         state.timers.done_since = tx.now
 
 
-# ---- ends
-
-
 def on_worker_raised(tx: Transition, event: messages.WorkerRaised) -> None:
     """Evict the worker and count the failure. The slot is not at fault if the world was over already: user code with
     connections of its own, such as those of torch.distributed, raises because a peer is gone."""
@@ -243,16 +222,17 @@ def on_worker_raised(tx: Transition, event: messages.WorkerRaised) -> None:
     worker, departed = state.workers.get(event.worker), state.workers.departed.get(event.worker)
     if worker is not None:
         *_, what = "no traceback", *event.traceback.strip().splitlines()
-        evict(tx, worker, f"it raised an exception at {format_position(event.position)}: {what.strip()}")
+        where = format_position(event.position)
+        detector.evict(tx, worker, f"it raised an exception at {where}: {what.strip()}")
         gone = state.workers.departed[event.worker]
         state.workers.record_departure(event.worker, replace(gone, reported_end=True))
     elif departed is not None and departed.exit_unreported:
         state.workers.record_departure(event.worker, replace(departed, exit_unreported=False))
     else:
         return
-    where = event.fence.generation if event.fence is not None else 0, event.worker, event.position
-    failure = WorkerFailure(tx.now, *where, event.fingerprint, event.traceback)
-    record_failure(tx, failure, slot_at_fault=not world_ended)
+    place = event.fence.generation if event.fence is not None else 0, event.worker, event.position
+    failure = WorkerFailure(tx.now, *place, event.fingerprint, event.traceback)
+    failures.record_failure(tx, failure, slot_at_fault=not world_ended)
 
 
 def on_worker_exited(tx: Transition, event: messages.WorkerExited) -> None:
@@ -262,10 +242,10 @@ def on_worker_exited(tx: Transition, event: messages.WorkerExited) -> None:
     how = event.reason or f"exit code {event.exit_code}"
     was_killed = event.exit_code in KILLED_EXIT_CODES
     if worker is not None:
-        evict_worker = evict_externally_lost if was_killed else evict
+        evict_worker = detector.evict_externally_lost if was_killed else detector.evict
         evict_worker(tx, worker, f"its process ended ({how})")
         detail = f"the process of {tx.describe(worker)} ended: {how}"
-        record_exit(tx, event, worker.took_part, True, detail)
+        failures.record_exit(tx, event, worker.took_part, True, detail)
     elif departed is None:
         state.workers.record_departure(event.worker, DepartedWorker(f"its process ended ({how})"))
     elif departed.exit_unreported and event.exit_code != 0:
@@ -276,4 +256,4 @@ def on_worker_exited(tx: Transition, event: messages.WorkerExited) -> None:
         if departed.took_part:
             told = tx.cite(detail, departed.event_id)
             tx.emit(do.NotifyUser(told))  # the world's break reason was announced before this was known
-        record_exit(tx, event, departed.took_part, False, detail)
+        failures.record_exit(tx, event, departed.took_part, False, detail)

@@ -26,10 +26,8 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.training.identity import to_text
 
 _SHARED = re.compile(r', "shared_object_id": \d+')  # an address
-# "dense_1": another name in a process that made another model before
-_COUNTED = re.compile(r'(?<=[a-z])_\d+"')
-# Keras warns so of an optimizer that was not built when it was saved.
-_NOTHING_TO_LOAD = "Skipping variable loading for optimizer"
+_COUNTED = re.compile(r'(?<=[a-z])_\d+"')  # another name in a process that made another model before
+_NOTHING_TO_LOAD = "Skipping variable loading for optimizer"  # that was not built when it was saved
 # What a layer is given besides functions.
 _PARTS = (keras.initializers.Initializer, keras.regularizers.Regularizer, keras.constraints.Constraint)
 
@@ -42,8 +40,7 @@ class Archive:
     custom: bytes  # cloudpickle of classes and functions by name
     floatx: str = "float32"  # Keras's default dtype
     safe: bool = False  # the file may come from anywhere, so that Keras refuses lambdas in it
-    # Numbers of the trainable variables that are excluded from their optimizer's weight decay.
-    undecayed: tuple[int, ...] = ()
+    undecayed: tuple[int, ...] = ()  # numbers of variables that their optimizer's decay excludes
     # The first matrix of each LoRA layer, of which the file has the merged kernel alone.
     adapters: tuple[npt.NDArray[Any], ...] = field(default=(), compare=False)
 
@@ -76,8 +73,7 @@ class Archive:
         return {name: own for name, own in cloudpickle.loads(self.custom).items() if _is_inner(own)}
 
     def load(self) -> Any:
-        """The model, compiled as it was saved.
-        Raises InvalidInput: Keras runs on another backend here than on the driver."""
+        """The model, compiled as it was saved. Raises InvalidInput: Keras runs on another backend here."""
         if keras.backend.backend() != "tensorflow":
             raise InvalidInput(
                 f"Keras runs on {keras.backend.backend()} in this process: set KERAS_BACKEND=tensorflow in the "
@@ -111,8 +107,8 @@ class Archive:
             keras.config.set_floatx(before)
 
     def with_weights(self, trained: bytes) -> Archive:
-        """This model with the weights and the optimizer's variables of another `.keras` file, of which nothing else is
-        read: neither configuration nor code. Raises StoreError: the file is of another model."""
+        """With the weights and optimizer of another `.keras` file, of which neither configuration nor code is read.
+        Raises StoreError: the file is of another model."""
         model = self.load()
         model.optimizer.build(model.trainable_variables)
         with _make_temporary_file(trained) as path:
@@ -127,19 +123,17 @@ class Archive:
 @contextmanager
 def _make_temporary_file(content: bytes) -> Iterator[str]:
     with make_scratch_folder() as folder:
-        path = str(folder / "model.keras")
-        with open(path, "wb") as file:
-            file.write(content)
-        yield path
+        path = folder / "model.keras"
+        path.write_bytes(content)
+        yield str(path)
 
 
 def save_model(model: Any) -> bytes:
     """A `.keras` file of weights, architecture, and what the model is compiled with."""
     with make_scratch_folder() as folder:
-        path = str(folder / "model.keras")
-        model.save(path)
-        with open(path, "rb") as file:
-            return file.read()
+        path = folder / "model.keras"
+        model.save(str(path))
+        return path.read_bytes()
 
 
 def _find_adapters(model: Any) -> list[Any]:
@@ -149,8 +143,7 @@ def _find_adapters(model: Any) -> list[Any]:
 
 
 def _begin_at_weights(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Give an optimizer the values that it has when it is built for these weights: Keras built it before it loaded
-    them, and some, such as ScheduleFreeAdamW, keep a copy."""
+    """Keras built it before it loaded the weights, and some, such as ScheduleFreeAdamW, keep a copy of them."""
     fresh = type(optimizer).from_config(optimizer.get_config())
     fresh.build(variables)
     for variable, value in zip(optimizer.variables, fresh.variables, strict=True):
@@ -173,7 +166,6 @@ def find_undecayed(optimizer: Any, variables: Sequence[Any]) -> tuple[int, ...]:
 
 
 def exclude_from_decay(optimizer: Any, variables: Sequence[Any], undecayed: Sequence[int]) -> None:
-    """Exclude what `find_undecayed` found; `variables` may be those of a copy."""
     if undecayed:
         for each in list_optimizers(optimizer):
             each.exclude_from_weight_decay(var_list=[variables[number] for number in undecayed])
@@ -181,8 +173,7 @@ def exclude_from_decay(optimizer: Any, variables: Sequence[Any], undecayed: Sequ
 
 def collect_custom_objects(model: Any) -> dict[str, Any]:
     """Classes and functions of the user's in a model, by the names under which Keras looks for them.
-    Raises InvalidInput: two of them have one name, or one has the name of a function of Keras that the model uses,
-    too."""
+    Raises InvalidInput: two have one name, or one has that of a function of Keras that the model uses, too."""
     found = select_user_objects(iter_model_parts(model))
     compiled = keras.tree.flatten(getattr(getattr(model, "_compile_config", None), "config", {}))
     named = {each for each in compiled if isinstance(each, str)}  # such as "mse"
@@ -196,8 +187,7 @@ def collect_custom_objects(model: Any) -> dict[str, Any]:
 
 
 def select_user_objects(things: Iterable[Any]) -> dict[str, Any]:
-    """The same of objects, functions and classes.
-    Raises InvalidInput: two of them have one name, so that Keras would take one for both."""
+    """The same of objects, functions and classes. Raises InvalidInput: two have one name."""
     found: dict[str, Any] = {}
     for thing in things:
         known = thing if inspect.isclass(thing) or inspect.isfunction(thing) else type(thing)
@@ -262,8 +252,7 @@ def _is_inner(own: Any) -> bool:
 
 
 def iter_leaves(configured: Any) -> Iterator[Any]:
-    """Objects and functions among what a model is compiled with, at any depth, and what these are made of: the schedule
-    of an optimizer, those of a MultiOptimizer, the function of a MeanMetricWrapper."""
+    """Objects and functions among what a model is compiled with, at any depth, and what these are made of."""
     for leaf in keras.tree.flatten(configured):
         if leaf is not None and not isinstance(leaf, str | float | int | bool):
             yield leaf

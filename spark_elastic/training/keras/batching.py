@@ -20,16 +20,14 @@ from spark_elastic.training.transformation import check_numbers
 
 
 def order_features(model: Any, columns: Sequence[str]) -> list[str]:
-    """In the order of the model's inputs; as they are given for a class of the user's, which takes what comes.
-    Raises InvalidInput: the inputs are a dict of other keys."""
+    """In the order of the model's inputs, if it has any. Raises InvalidInput: they are a dict of other keys."""
     tensors = list(getattr(model, "inputs", None) or ())
     structure = getattr(model, "input", None) if tensors else None
     return _order_columns(columns, structure, [tensor.name for tensor in tensors], "feature_cols", "inputs")
 
 
 def order_labels(model: Any, outputs: Any, columns: Sequence[str]) -> list[str]:
-    """In the order of the model's outputs. outputs: what a call of it returned, or its symbolic `output`.
-    Raises InvalidInput: the outputs are a dict of other keys."""
+    """In the order of the outputs, which a call returned or which are symbolic. Raises InvalidInput as above."""
     names = list(getattr(model, "output_names", None) or ())
     return _order_columns(columns, outputs, names, "label_cols", "outputs")
 
@@ -63,16 +61,14 @@ STRINGS = "object"  # numpy's dtype of what TensorFlow calls strings
 
 @dataclass(frozen=True)
 class Inputs:
-    """How feature columns become the model's inputs."""
-
     columns: tuple[Column, ...]  # as the model sees them, in the order of its inputs
     dtypes: tuple[str, ...]  # of each input; (): those of the arrays
     shapes: tuple[tuple[int, ...], ...]  # of one row of each input; (): those of the arrays
 
     @classmethod
     def of(cls, model: Any, features: Sequence[Column], free: bool = False) -> Inputs:
-        """By the keys or names of the model's inputs where all columns have such names, else in the columns' order.
-        free: shapes are what the user's transformation makes of the columns."""
+        """By the names of the model's inputs where all columns have such names, else in the columns' order.
+        free: the user's transformation chooses the shapes."""
         tensors = list(getattr(model, "inputs", None) or ())
         by_name = {column.name: column for column in features}
         columns = tuple(by_name[name] for name in order_features(model, list(by_name)))
@@ -95,8 +91,6 @@ class Inputs:
 
 
 class BatchBuilder:
-    """Which columns are what. labels: in the order of the model's outputs."""
-
     def __init__(
         self,
         config: FitConfig,

@@ -1,9 +1,8 @@
 """Keras's own callbacks in an elastic training: each hook is called once for each finalized step or epoch.
 
-The attributes of a callback are part of the state, as far as they are plain values and arrays. Callbacks that write
-files run on rank 0 alone, and their attributes follow rank 0 after each epoch. `on_train_batch_end` is called once the
-step is final (R1, finalized steps), that is after the next step's `on_train_batch_begin`, and gets only the loss.
-`on_test_batch_*` are not called. Main thread only.
+Attributes that are plain values and arrays are part of the state. Callbacks that write files run on rank 0 alone, and
+their attributes follow it. `on_train_batch_end` is called once the step is final (R1, finalized steps), after the next
+one's begin, with only the loss. `on_test_batch_*` are not called. Main thread only.
 """
 
 from __future__ import annotations
@@ -33,22 +32,18 @@ class KerasCallbackList(CallbackList):
     def __init__(self, callbacks: Sequence[Any], model: Any, params: Mapping[str, Any]) -> None:
         """params: the `params` of Keras's callbacks: epochs, steps, verbose."""
         self._callbacks, self._model, self._rank = list(callbacks), model, 0
-        # The newest epoch, (epoch, step) and validated epoch whose beginning the callbacks were told; -1: none yet.
-        self._epoch, self._step, self._tested = -1, [-1, -1], -1
+        self._epoch, self._step, self._tested = -1, [-1, -1], -1  # of which they were told; -1: none yet
         self._started: set[int] = set()  # numbers of the callbacks whose on_train_begin was called
         model.stop_training = False
         for callback in self._callbacks:
             callback.set_params(dict(params))
-        # This comes before a state is taken over, which holds what the other workers' callbacks have seen since.
-        for number, callback in enumerate(self._callbacks):
+        for number, callback in enumerate(self._callbacks):  # before a state is taken over
             if not isinstance(callback, WRITERS):
                 self._begin(number, callback)
 
     def capture(self) -> dict[str, Any]:
-        """Attributes of all callbacks that are plain values and arrays."""
         progress = {"epoch": self._epoch, "step": list(self._step), "tested": self._tested}
-        # A stop that a callback has asked for travels with the next step, which may be one of another driver.
-        progress["stop"] = bool(self._model.stop_training)
+        progress["stop"] = bool(self._model.stop_training)  # it travels with the next step
         attributes = [_list_attributes(callback) for callback in self._callbacks]
         return {**progress, "classes": name_classes(self._callbacks), "attributes": attributes}
 
@@ -139,8 +134,7 @@ class KerasCallbackList(CallbackList):
         return self._rank == 0 or not isinstance(callback, WRITERS)
 
     def _follow_rank_0(self, group: Group, added: Mapping[str, Any]) -> dict[str, Any]:
-        """Take over rank 0's stop, learning rate and attributes of the callbacks that write. Returns what its callbacks
-        added to the logs."""
+        """Take over rank 0's stop, rate and attributes of the callbacks that write. Returns what it added to logs."""
         attributes = [_list_attributes(c) if isinstance(c, WRITERS) else {} for c in self._callbacks]
         stop, rate = bool(self._model.stop_training), self._rate()
         decided = {"added": added, "stop": stop, "rate": rate, "attributes": attributes}
@@ -153,8 +147,7 @@ class KerasCallbackList(CallbackList):
         return dict(theirs["added"])
 
     def _rate(self) -> float | None:
-        """The learning rate; None: the optimizer has a schedule of its own, which callbacks cannot set, or is a
-        MultiOptimizer, which has no rate of its own."""
+        """The learning rate; None: it has a schedule, which callbacks cannot set, or is a MultiOptimizer."""
         optimizer = self._model.optimizer
         scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         rate = None if scheduled else getattr(optimizer, "learning_rate", None)
@@ -177,7 +170,6 @@ def _to_plain(value: Any) -> Any:
 
 
 def _encode(values: Mapping[str, Any]) -> bytes:
-    """One line of JSON, then the arrays."""
     snapshot = build_snapshot(START, lambda builder: to_json_tree(dict(values), builder))
     return json.dumps(snapshot.values).encode() + b"\n" + snapshot.memory.tobytes()
 
@@ -196,6 +188,5 @@ def _set_attributes(callback: Any, attributes: Mapping[str, Any]) -> None:
     live = vars(callback)
     live.update({n: v for n, v in attributes.items() if v is not None or is_plain(live.get(n))})
     if "monitor_op" in live and isinstance(live.get("min_delta"), int | float):
-        # Keras turns its sign once, when a callback finds in its first epoch that it watches for a minimum.
-        delta = abs(live["min_delta"])
+        delta = abs(live["min_delta"])  # Keras turns its sign once, in the first epoch
         live["min_delta"] = -delta if live["monitor_op"] is keras.ops.less else delta

@@ -1,8 +1,7 @@
 """The losses and metrics that a Keras model was compiled with, for steps whose rows are split over workers.
 
-Losses are sums over rows, so that any split of a step's rows gives the same gradient (R8, weighting). Metrics are
-exact, since every rank gets the rows of the whole step, in rank order; their accumulators are equal everywhere and part
-of the state. Main thread only.
+Losses are sums over rows (R8, weighting). Metrics get the rows of the whole step, in rank order; their accumulators are
+equal everywhere and part of the state. Main thread only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ Array = npt.NDArray[Any]
 Batch = LocalBatch[Array]
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _CLASSES = "whole numbers of classes: number them from 0, or give categorical_crossentropy their shares"
+_TRUTHS = "labels from 0 to 1: number the classes 0 and 1"
 _BINARY = keras.losses.binary_crossentropy, keras.losses.binary_focal_crossentropy
+Total = tuple[Any, list[Any]]  # a sum of losses, and each of them
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ class _OutputLoss:
     weight: float  # its weight in the sum of the losses
     name: str  # as Keras names it; the history has it as NAME_loss
     reduction: str  # the reduction that the user chose
-    # The class whose labels do not count, not in a mean's divisor either (Keras's ignore_class); None: all count.
-    ignored: int | None
+    ignored: int | None  # the class whose labels do not count, as Keras's ignore_class; None: all count
     place: int  # which of the outputs it is, in their order
 
     @property
@@ -67,13 +67,10 @@ class _OutputLoss:
 
 
 class CompiledLosses:
-    """Losses of one compiled model. They run without reduction, and the sums are divided by what all ranks have, so
-    that no two reductions can differ."""
+    """Losses of one model, computed without reduction: the sums are divided by what all ranks have."""
 
     def __init__(self, model: Any, labels: Any, outputs: Any, label_cols: Sequence[str] = ()) -> None:
-        """labels: of one row, in the structure of the model's outputs; Keras assigns the losses by it.
-        outputs: likewise.
-        label_cols: the labels' columns in the order of the outputs, for errors; (): no batch will be given.
+        """labels, outputs: of one row. label_cols: in the order of the outputs, for errors.
         Raises InvalidInput: the loss does not fit the outputs, or an output carries a mask."""
         self._model, self._label_cols = model, label_cols
         compiled = model._compile_loss
@@ -102,8 +99,8 @@ class CompiledLosses:
         return [f"{part.name}_loss" for part in self._parts] if len(self._parts) > 1 else []
 
     def factors(self, group: Group | None, batch: Batch) -> list[float]:
-        """What the sum of each loss is to be multiplied with. The ranks agree on it where weights or labels of rows
-        make a divisor; group: None if the batch has all rows of the step. Raises InvalidInput as `check_labels`."""
+        """What the sum of each loss is multiplied with; the ranks agree where weights or labels make a divisor.
+        group: None: the batch has all rows of the step. Raises InvalidInput as `check_labels`."""
         self.check_labels(batch)
         divisors = [1.0 if part.reduction == "sum" else float(batch.planned) for part in self._parts]
         own = {k: found for k, p in enumerate(self._parts) if (found := p.find_divisor(batch)) is not None}
@@ -121,27 +118,20 @@ class CompiledLosses:
             if part.of_classes and label.dtype.kind in "fV":  # V: bfloat16
                 wrong, takes = label[label != np.trunc(label)], _CLASSES
             elif part.is_binary:  # which would train on others in silence
-                wrong, takes = (
-                    label[(label < 0) | (label > 1)],
-                    "labels from 0 to 1: number the classes 0 and 1",
-                )
+                wrong, takes = label[(label < 0) | (label > 1)], _TRUTHS
             else:
                 continue
             if wrong.size:
                 name, n = self._label_cols[part.place], float(wrong[0])
                 raise InvalidInput(f"column {name!r} has {n:g}, and {part.loss.fn.__name__} takes {takes}.")
 
-    def total(
-        self, labels: Any, outputs: Any, weights: Any, factors: Any, part: Any
-    ) -> tuple[Any, list[Any]]:
+    def total(self, labels: Any, outputs: Any, weights: Any, factors: Any, part: Any) -> Total:
         """(these rows' part of the step's loss, the part of each loss). Called while TensorFlow traces.
         part: fraction of the step's rows that these rows are."""
         total, own = self.total_of_outputs(labels, outputs, weights, factors)
         return total + self.total_of_layers(tf.shape(tf.nest.flatten(outputs)[0])[0], part), own
 
-    def total_of_outputs(
-        self, labels: Any, outputs: Any, weights: Any, factors: Any
-    ) -> tuple[Any, list[Any]]:
+    def total_of_outputs(self, labels: Any, outputs: Any, weights: Any, factors: Any) -> Total:
         """As `total`, without what layers add."""
         sums = [(p, self._sum(p, labels, outputs, weights)) for p in self._parts]
         own = [total * tf.cast(factors[k], p.loss.dtype) for k, (p, total) in enumerate(sums)]
@@ -170,8 +160,7 @@ class CompiledLosses:
 
 
 def _check_values(values: Any, label: Any, output: Any) -> None:
-    """Refuse a loss of pairs of rows, such as (n, n) of a label (n,) and an output (n, 1). A later trace of TensorFlow
-    may not know the sizes; the first one does."""
+    """Refuse a loss of pairs of rows, such as (n, n). Only TensorFlow's first trace is sure to know the sizes."""
     labels, outputs = ([each.shape for each in keras.tree.flatten(tensors)] for tensors in (label, output))
     if not all(shape.is_fully_defined() for shape in map(tf.TensorShape, [values.shape, *labels, *outputs])):
         return
@@ -184,11 +173,6 @@ def _check_values(values: Any, label: Any, output: Any) -> None:
         )
 
 
-def find_loss_arguments(loss: Any) -> dict[str, Any]:
-    """What a Keras loss gives the function that it stands for."""
-    return getattr(loss, "_fn_kwargs", {})
-
-
 def _build_output_loss(flat: tuple[Any, ...], places: Any) -> _OutputLoss:
     path, loss, weight, name = flat
     chosen = loss.reduction
@@ -197,14 +181,13 @@ def _build_output_loss(flat: tuple[Any, ...], places: Any) -> _OutputLoss:
     # A copy: the model's own loss stays as the user compiled it. Keras's `copy` would look up functions by name.
     summed = object.__new__(type(loss))
     vars(summed).update(vars(loss), reduction="none")
-    ignored = find_loss_arguments(loss).get("ignore_class")
+    ignored = getattr(loss, "_fn_kwargs", {}).get("ignore_class")
     weight = 1.0 if weight is None else float(weight)
     return _OutputLoss(path, summed, weight, name, chosen, ignored, _get_at(path, places))
 
 
 def _weight_by_rows(extra: Any, rows: Any, part: Any) -> Any:
-    """What a loss of `add_loss` adds to the step's loss: a number for each row its sum, as in Keras; another one, a
-    mean over rows or a weight penalty, the rows' part of it."""
+    """What `add_loss` adds to the step's loss: a number for each row its sum, another one the rows' part of it."""
     summed = tf.reduce_sum(extra)
     if extra.shape.rank == 0:
         return summed * part
@@ -217,8 +200,7 @@ SUMS_ACTIVITY = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
 
 @contextmanager
 def activity_by_row(model: Any, rows: Any) -> Iterator[None]:
-    """Let penalties of layers' activity that are sums over rows be a number for each of the `rows` of this call, which
-    `CompiledLosses.total` sums; it takes a single number for a mean."""
+    """Make penalties of activity that are sums over rows a number for each row: a single number counts as a mean."""
     layers = [each for each in model._flatten_layers() if each.activity_regularizer is not None]
     own = [(each, each.activity_regularizer) for each in layers if SUMS_ACTIVITY]
     for layer, regularizer in own:
@@ -259,8 +241,7 @@ def compute_results(metrics: Sequence[Any]) -> dict[str, Any]:
 
 
 class LayerMetrics:
-    """Metrics that layers update in their calls. What each pass adds to their accumulators, which are sums as those of
-    Keras's metrics, is taken out, and added up over the passes of all ranks."""
+    """Metrics that layers update in their calls: what a pass adds to their sums is added over all ranks."""
 
     def __init__(self, model: Any) -> None:
         self.metrics = list_layer_metrics(model)
@@ -269,7 +250,6 @@ class LayerMetrics:
         self._empty = self._read()
 
     def take(self) -> dict[str, float]:
-        """What the passes since `reset` added, by place."""
         added = self._read() - self._empty
         self.reset()
         return {f"layer metric {place}": float(added[place]) for place in np.flatnonzero(added)}
@@ -300,11 +280,8 @@ class CompiledMetrics(StepMetrics):
     """Metrics of training or validation, one after the other; the accumulators are Keras's own. Rows travel once a
     step, in rank order. `sums` has each loss and each number of layers' metrics: part of the state."""
 
-    def __init__(
-        self, model: Any, names: Sequence[str], pack: Callable[[Sequence[Any]], Any], eager: bool
-    ) -> None:
-        """names: of the losses that the history lists one by one.
-        pack: puts a list into the structure of the model's outputs."""
+    def __init__(self, model: Any, names: Sequence[str], pack: Callable[..., Any], eager: bool) -> None:
+        """names: of the losses in the history. pack: puts a list into the structure of the outputs."""
         super().__init__()
         self._names, self._pack = list(names), pack
         self._model, self._compiled = model, model._compile_metrics
@@ -313,20 +290,17 @@ class CompiledMetrics(StepMetrics):
 
     @property
     def variables(self) -> list[Any]:
-        """The accumulators."""
         return [] if self._compiled is None else list(self._compiled.variables)
 
     def build(self, labels: Any, outputs: Any) -> None:
-        """Build the accumulators from labels and outputs of one row, in the structure of the model's outputs. The model
-        was called with it."""
+        """Build the accumulators from labels and outputs of one row, of which the model was called."""
         self._outputs = len(keras.tree.flatten(outputs))
         if self._compiled is not None and not self._compiled.built:
             self._compiled.build(labels, outputs)
         self._layers = LayerMetrics(self._model)
 
     def add(self, part: Batch, losses: Sequence[Array], outputs: Arrays) -> None:
-        """Add a micro-batch of this rank.
-        losses: the part of each loss in the step's loss; (): `add_losses` has those of all rows."""
+        """Add a micro-batch of this rank. losses: their parts of the step's; (): `add_losses` has those of all rows."""
         self.add_losses(losses, len(part), part.planned)
         logged = {name: (total, len(part)) for name, total in self._layers.take().items()}
         weights = [] if part.weights is None else [part.weights]
@@ -351,14 +325,10 @@ class CompiledMetrics(StepMetrics):
         self._run([tf.constant(column) for column in columns])
 
     def results(self) -> dict[str, Any]:
-        """Metrics of all rows since `reset`, by name."""
         losses = {name: self.sums[name] for name in self._names if name in self.sums}
         compiled = [] if self._compiled is None else [self._compiled]
-        return {
-            **{name: total / (rows or 1) for name, (total, rows) in losses.items()},
-            **compute_results(compiled),
-            **self._layers.results(self.sums),
-        }
+        means = {name: total / (rows or 1) for name, (total, rows) in losses.items()}
+        return {**means, **compute_results(compiled), **self._layers.results(self.sums)}
 
     def reset(self) -> None:
         self.sums = {}

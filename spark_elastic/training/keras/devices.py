@@ -37,7 +37,6 @@ class SlotGpuSelection:
 
 
 def let_gpu_memory_grow() -> None:
-    """Let TensorFlow take memory of GPUs as it needs it: by itself it takes all, and several processes share one, such
-    as a worker and its spare, or tasks of `transform`."""
+    """By itself TensorFlow takes all memory of a GPU, which several processes share, such as a worker and its spare."""
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)

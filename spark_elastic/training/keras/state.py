@@ -25,9 +25,7 @@ ITEMS = "__items__"  # the only key of a dict that stands for one with numbers f
 
 
 def to_json_tree(value: Any, builder: SnapshotBuilder) -> Any:
-    """The value as JSON; arrays go to the builder, with references in their place.
-    Raises TypeError: it holds something else than numbers, text, lists, dicts with text or numbers for keys, and
-    arrays."""
+    """The value as JSON, with references to arrays, which the builder gets. Raises TypeError: it holds other things."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -59,7 +57,6 @@ def from_json_tree(value: Any, memory: Bytes) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `to_json_tree` takes the value."""
     try:
         to_json_tree(value, SnapshotBuilder())
     except TypeError:
@@ -68,8 +65,6 @@ def is_plain(value: Any) -> bool:
 
 
 class JsonCodec:
-    """Values as JSON."""
-
     def dumps(self, values: Any) -> bytes:
         return json.dumps(values).encode()
 
@@ -78,13 +73,10 @@ class JsonCodec:
 
 
 class KerasTrainingState:
-    """See `training.trainer.TrainingState`."""
-
     def __init__(
         self, replicas: Sequence[Any], others: Sequence[Any], callbacks: Any, progress: TrainingProgress
     ) -> None:
-        """replicas: variables that are equal on all ranks (P4).
-        others: further variables that are part of the state. callbacks: with `capture` and `load`."""
+        """replicas: equal on all ranks (P4). others: further variables. callbacks: with `capture` and `load`."""
         self._replicas, self._variables = list(replicas), [*replicas, *others]
         self._callbacks = callbacks
         self.progress = progress
@@ -110,7 +102,6 @@ class KerasTrainingState:
         self.position = snapshot.position
 
     def digest(self) -> str:
-        """SHA-256 over all weights and the optimizer's variables."""
         hasher = hashlib.sha256()
         for variable in self._replicas:
             hasher.update(np.ascontiguousarray(read_value(variable)).tobytes())

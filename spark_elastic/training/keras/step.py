@@ -1,8 +1,7 @@
-"""One optimizer step of the whole world: gradients over this rank's rows, their sum, the optimizer's step.
+"""One optimizer step of the whole world, as `training.trainer.ModelStep`.
 
-See `training.trainer.ModelStep`. With `loss_scope="step"` each rank computes the losses of all rows, and their gradient
-by its own outputs, which its backward passes carry on to the weights (GradCache). What layers add (`add_loss`,
-penalties) stays a sum over passes. Main thread only.
+With `loss_scope="step"` as in `training.torch.step`; what layers add (`add_loss`, penalties) stays a sum over passes.
+Main thread only.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from spark_elastic.training.keras.compiled import (
 )
 from spark_elastic.training.keras.state import SEED, KerasTrainingState, read_value
 from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.trainer import ModelStep, WorkClock, describe_dependent_layers
+from spark_elastic.training.trainer import ModelStep, Summarize, WorkClock, describe_dependent_layers
 
 
 class RunningStats:
@@ -63,7 +62,6 @@ class RunningStats:
         self.seed(*key)
 
     def seed(self, *key: int) -> None:
-        """Let random layers draw by `key` from here on."""
         for number, seed in enumerate(self._seeds):
             digest = hashlib.sha256(repr((*key, number)).encode()).digest()
             seed.assign(np.array([int.from_bytes(digest[:4], "little") >> 1, 0]))
@@ -76,10 +74,8 @@ class RunningStats:
                 change, earlier = (now - before) * np.asarray(weight, before.dtype), self._changes[number]
                 self._changes[number] = change if earlier is None else earlier + change
                 variable.assign(before)
-        self._counts = [
-            np.maximum(count, np.asarray(read_value(v)))
-            for count, v in zip(self._counts, self._counters, strict=True)
-        ]
+        counts = [np.asarray(read_value(v)) for v in self._counters]
+        self._counts = [np.maximum(*pair) for pair in zip(self._counts, counts, strict=True)]
         for variable, before in zip(self._counters, self._before[len(self.variables) :], strict=True):
             variable.assign(before)
 
@@ -98,7 +94,6 @@ class RunningStats:
             variable.assign(value)
 
     def apply(self, changes: list[Array], changed: Array) -> None:
-        """Add the changes of all ranks."""
         parts = zip(self.variables, self._before, changes, changed, strict=False)
         for variable, before, change, has_changed in parts:
             if has_changed:
@@ -108,8 +103,7 @@ class RunningStats:
 
 
 def _list_unwritten(layer: Any) -> list[Any]:
-    """Weights of a frozen layer that its forward pass leaves alone: all of Keras's own layers, but for
-    SpectralNormalization; one of the user's may go on to write its state."""
+    """Weights of a frozen layer that its forward pass leaves alone; one of the user's may go on to write its state."""
     is_keras = type(layer).__module__.startswith(("keras.", "keras_hub.", "keras_cv."))
     return [*layer._trainable_variables, *(layer._non_trainable_variables if is_keras else ())]
 
@@ -143,6 +137,7 @@ def _numpy_dtype(variable: Any) -> str:
 
 
 Pack = Callable[[Sequence[Any]], Any]
+Gradient = list[Array | None]  # by trainable variable
 
 
 @dataclass(frozen=True)
@@ -163,15 +158,12 @@ class Gradients:
         self._run_score = self._graph(self._score)
         self._run_gradients = self._graph(self._differentiate)
 
-    def __call__(
-        self, part: Batch, factors: Sequence[float]
-    ) -> tuple[list[Array | None], list[Array], list[Any]]:
+    def __call__(self, part: Batch, factors: Sequence[float]) -> tuple[Gradient, list[Array], list[Any]]:
         """(gradients, losses, outputs) of a part of the rows; first of the losses is their weighted sum."""
         gradients, losses, outputs = self._run_gradients(*self._arguments(part, factors))
         return to_arrays(gradients), to_arrays(losses), to_arrays(outputs)
 
     def score(self, part: Batch, factors: Sequence[float]) -> tuple[list[Array], list[Any]]:
-        """(losses, outputs) of a part of the rows, as in validation."""
         losses, outputs = self._run_score(*self._arguments(part, factors))
         return to_arrays(losses), to_arrays(outputs)
 
@@ -188,8 +180,7 @@ class Gradients:
     def _differentiate(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
         with tf.GradientTape() as tape:
             losses, outputs = self._forward(inputs, labels, weights, factors, part, training=True)
-            # The optimizer divides by its loss_scale_factor.
-            scaled = self._model.optimizer.scale_loss(losses[0])
+            scaled = self._model.optimizer.scale_loss(losses[0])  # by which the optimizer divides
         return make_dense(tape.gradient(scaled, self._variables)), losses, outputs
 
     def _score(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
@@ -197,7 +188,7 @@ class Gradients:
 
     def _forward(
         self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any, *, training: bool
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> Any:
         outputs = self._call_model(inputs, training)
         total, own = self._losses.total(self._structure.outputs(labels), outputs, weights, factors, part)
         return [total, *own], keras.tree.flatten(outputs)
@@ -214,8 +205,6 @@ def make_dense(gradients: Sequence[Any]) -> list[Any]:
 
 
 class TrainStep(ModelStep[Array]):
-    """Takes steps on one state."""
-
     _metrics: CompiledMetrics
     _make_gradients: type[Gradients] = Gradients
 
@@ -241,9 +230,8 @@ class TrainStep(ModelStep[Array]):
         # Statistics, which float16 may not hold, travel uncompressed, and with the gradients if these do so, too.
         apart = bool(stats) and config.exchange.gradient_compression is not None
         parts = [weights, stats] if apart else [[*weights, *stats]]
-        self._exchanges = [
-            FlatAllreduce([tuple(v.shape) for v in part], [str(v.dtype) for v in part]) for part in parts
-        ]
+        described = [([tuple(v.shape) for v in part], [str(v.dtype) for v in part]) for part in parts]
+        self._exchanges = [FlatAllreduce(*each) for each in described]
         self._layout_hash = zlib.crc32(repr([each.layout_hash for each in self._exchanges]).encode())
 
     def _begin(self, rank: int) -> None:
@@ -252,28 +240,21 @@ class TrainStep(ModelStep[Array]):
     def _restore(self) -> None:
         self._running_stats.restore()
 
-    def _exchange_sums(
-        self, group: Group, batch: Batch, summarize: Callable[..., StepSummary]
-    ) -> StepSummary:
+    def _exchange_sums(self, group: Group, batch: Batch, summarize: Summarize) -> StepSummary:
         self._ledger.write_ahead(group.fence, self._state.position, batch.row_ids)
         gradients, loss = self._backward(group, batch)
         worked = self.work.take()
         sent = [*gradients, *self._running_stats.take_changes(group)]
         self._sums = self._allreduce(group, sent)
         self._metrics.gather(group)
-        return summarize(
-            layout=self._layout_hash,
-            loss=loss * batch.planned,
-            denominator=float(len(batch)),
-            present=np.array([each is not None for each in sent]),
-            seconds=worked,
-        )
+        present, layout = np.array([each is not None for each in sent]), self._layout_hash
+        sums = {"loss": loss * batch.planned, "denominator": float(len(batch))}
+        return summarize(layout=layout, present=present, seconds=worked, **sums)
 
     def _apply(self, decision: StepDecision, planned: int) -> None:
         present, count = decision.present, self._count
         sums, self._sums = self._sums, []
-        # First: the optimizer's step begins at the weights of which the gradients were computed.
-        self._running_stats.apply(sums[count:], present[count:])
+        self._running_stats.apply(sums[count:], present[count:])  # the optimizer begins at the former weights
         means = zip(sums[:count], present[:count], self._variables, strict=True)
         # None: no rank had it (R8, weighting)
         self._run_optimizer([tf.constant(mean, v.dtype) if exists else None for mean, exists, v in means])
@@ -300,9 +281,9 @@ class TrainStep(ModelStep[Array]):
         sums = first.allreduce(group, sent[:end], self._config.exchange.gradient_compression)
         return [*sums, *(each for stats in rest for each in stats.allreduce(group, sent[end:], None))]
 
-    def _backward(self, group: Group, batch: Batch) -> tuple[list[Array | None], float]:
+    def _backward(self, group: Group, batch: Batch) -> tuple[Gradient, float]:
         """(gradients, loss) summed over this rank's rows; a rank without rows runs no forward pass (R8, weighting)."""
-        total: list[Array | None] = [None] * self._count
+        total: Gradient = [None] * self._count
         factors, loss = self._losses.factors(group, batch), 0.0
         for part in batch.micro_batches(self._config.data.batch_size):
             gradients, losses, outputs = self._gradients(part, factors)
@@ -313,7 +294,7 @@ class TrainStep(ModelStep[Array]):
         return total, loss
 
 
-def add_gradients(total: Sequence[Array | None], more: Sequence[Array | None]) -> list[Array | None]:
+def add_gradients(total: Sequence[Array | None], more: Sequence[Array | None]) -> Gradient:
     return [g if t is None else t if g is None else t + g for t, g in zip(total, more, strict=True)]
 
 
@@ -331,8 +312,7 @@ class StepGradients(Gradients):
         super().__init__(model, losses, structure, eager)
         self._run_model = self._graph(self._compute_outputs)
         self._run_loss = self._graph(self._compute_loss)
-        # After `compute_loss`: the gradient by each output of all rows, and whether it has an entry for each row.
-        self._pulls: list[tuple[Any, bool]] = []
+        self._pulls: list[tuple[Any, bool]] = []  # by each output of all rows, and whether by row
 
     def run(self, part: Batch, *, training: bool) -> tuple[Any, list[Any]]:
         """(what layers add to the step's loss, outputs) of a part of the rows."""
@@ -342,8 +322,7 @@ class StepGradients(Gradients):
         return added, outputs
 
     def compute_loss(self, columns: Sequence[Column], own: Batch, *, training: bool) -> list[Array]:
-        """The losses of all rows of the step, as `score` has them, and their gradients if `training`.
-        columns: outputs, labels, and weights. own: this rank's rows."""
+        """The losses of all rows, and their gradients if `training`. columns: outputs, labels, and weights."""
         count = len(self._dtypes)
         outputs, given = columns[:count], [column.values for column in columns[count:]]
         weights = None if own.weights is None else given.pop().astype(own.weights.dtype)
@@ -355,12 +334,11 @@ class StepGradients(Gradients):
         self._pulls = [(each, out.by_row) for each, out in zip(gradients, outputs, strict=False)]
         return to_arrays(losses)
 
-    def pull(self, tape: Any, added: Any, outputs: Sequence[Any], rows: slice) -> list[Array | None]:
+    def pull(self, tape: Any, added: Any, outputs: Sequence[Any], rows: slice) -> Gradient:
         """Gradients by the weights of what `run` returned under the tape. rows: where these are among the step's."""
         targets, pulls = [added], [self._model.optimizer.scale_loss(tf.ones_like(added))]
         for output, (gradient, by_row) in zip(outputs, self._pulls, strict=True):
-            # What all rows share has its gradient once.
-            if gradient is not None and (by_row or rows.start == 0):
+            if gradient is not None and (by_row or rows.start == 0):  # what all rows share has it once
                 targets.append(output)
                 pulls.append(gradient[rows] if by_row else gradient)
         return to_arrays(make_dense(tape.gradient(targets, self._variables, pulls)))
@@ -369,9 +347,7 @@ class StepGradients(Gradients):
         outputs = self._call_model(inputs, training)
         return self._losses.total_of_layers(tf.shape(inputs[0])[0], part), keras.tree.flatten(outputs)
 
-    def _compute_loss(
-        self, outputs: list[Any], labels: Any, weights: Any, factors: Any, training: bool
-    ) -> tuple[list[Any], list[Any]]:
+    def _compute_loss(self, outputs: Any, labels: Any, weights: Any, factors: Any, training: bool) -> Any:
         pack = self._structure.outputs
         sources = {place: each for place, each in enumerate(outputs) if each.dtype.is_floating}
         with tf.GradientTape() as tape:
@@ -388,9 +364,8 @@ class StepLossStep(TrainStep):
     _gradients: StepGradients
     _make_gradients = StepGradients
 
-    def _backward(self, group: Group, batch: Batch) -> tuple[list[Array | None], float]:
-        """(gradients, loss), as in `TrainStep`. The graphs of two parts are never in memory together, so all but the
-        newest part take a second forward pass."""
+    def _backward(self, group: Group, batch: Batch) -> tuple[Gradient, float]:
+        """Two graphs are never in memory together, so all parts but the newest take a second forward pass."""
         parts = list(enumerate(batch.micro_batches(self._config.data.batch_size)))
         chunks, loss = [], 0.0
         for number, part in parts:
@@ -401,7 +376,7 @@ class StepLossStep(TrainStep):
             loss += float(added)
             chunks.append(self._take(part, outputs))
         first, of_all = self._compute_of_all(group, batch, chunks, self.work)
-        total: list[Array | None] = [None] * self._count
+        total: Gradient = [None] * self._count
         past = first + len(batch)
         for number, part in reversed(parts):
             if number < len(parts) - 1:
@@ -423,17 +398,16 @@ class StepLossStep(TrainStep):
         return loss * batch.planned, float(len(batch))
 
     def _take(self, part: Batch, outputs: Sequence[Any]) -> Chunk:
-        """The outputs of a part, which it adds to the metrics."""
         arrays = to_arrays(outputs)
         self._metrics.add(part, (), arrays)
         weights = [] if part.weights is None else [part.weights]
         return Chunk(len(part), [widen(column) for column in (*arrays, *part.labels, *weights)])
 
     def _compute_of_all(
-        self, group: Group, batch: Batch, chunks: Sequence[Chunk], work: WorkClock | None = None
+        self, group: Group, batch: Batch, chunks: list[Chunk], work: WorkClock | None = None
     ) -> tuple[int, float]:
-        """Where this rank's rows begin among those of the step, and the losses of all of them on the rank that reports
-        them; else 0. Collective. work: measures a step of training; None: no gradient is wanted."""
+        """Where this rank's rows begin, and the losses of all rows on the rank that reports them. Collective.
+        work: measures a step of training; None: no gradient is wanted."""
         columns, first, reports = gather_columns(group, chunks, None if work is None else work.pause())
         losses = self._gradients.compute_loss(columns, batch, training=work is not None) if chunks else []
         if not reports:

@@ -39,13 +39,16 @@ from spark_elastic.worker.context import get_process_context
 
 @dataclass(frozen=True)
 class KerasUserObjects:
-    """What the user brings to a training with Keras."""
-
     model: Archive  # compiled
     callbacks: tuple[Any, ...] = ()  # Keras's own, or of their kind
     class_weight: Mapping[int, float] | None = None  # by class of the one label
     # Applied to the columns of each step; None: they stay as they are.
     transformation: Transformation | None = None
+    # Names of each epoch's losses and metrics; None: they are not known before the model is called.
+    numbers: Sequence[str] | None = None
+    activation: str | None = (
+        None  # what makes probabilities of the outputs, by the loss; None: it does not say
+    )
 
     def identity(self) -> dict[str, str]:
         """What a run is bound to (R19, resuming a run), by the words that an error has for it."""
@@ -92,8 +95,7 @@ class KerasTrainProgram(TrainingLoop):
 
 
 def prepare_gpus(device: str) -> None:
-    """Let TensorFlow use what the worker trains on, and before it uses a GPU.
-    Raises InvalidInput: TensorFlow finds no GPU, and the slot was given one."""
+    """Before TensorFlow uses a GPU. Raises InvalidInput: it finds none, and the slot was given one."""
     gpus = tf.config.list_physical_devices("GPU")
     if device == "cuda" and not gpus:
         raise InvalidInput(

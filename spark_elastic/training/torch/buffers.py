@@ -1,9 +1,8 @@
 """What a forward pass changes besides gradients: module buffers and random generators.
 
-An aborted step puts buffers back (R3, aborted forward). What an applied step wrote is brought together, so that all
-ranks hold what one process would. How follows from what a buffer is: each of `MERGES` is tried on some rows of the
-first step that writes the buffer, as a forward pass of all of them shows what is right. All ranks choose alike, as part
-of the state. Main thread only.
+An aborted step puts buffers back (R3, aborted forward). What an applied step wrote becomes what one process would have:
+each of `MERGES` is tried on some rows of the first step that writes the buffer. All ranks choose alike, as part of the
+state. Main thread only.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -34,7 +35,6 @@ from spark_elastic.training.trainer import describe_dependent_layers
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of this process's generators, as tensors and plain values."""
     state: Any = np.random.get_state()
     kind, words, *rest = state
     return {
@@ -53,7 +53,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     set_device_rng_state(state["device"])
 
 
-def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
+def has_buffers(modules: Iterable[Module]) -> bool:
     """Whether any of them has a buffer of its own now; a forward pass may add some."""
     return any(map(attrgetter("_buffers"), modules))
 
@@ -61,11 +61,11 @@ def has_buffers(modules: Iterable[torch.nn.Module]) -> bool:
 Attributes = list[dict[str, Any]]  # by module
 
 
-def copy_attributes(modules: Iterable[torch.nn.Module]) -> Attributes:
+def copy_attributes(modules: Iterable[Module]) -> Attributes:
     return [dict(vars(module)) for module in modules]
 
 
-def restore_attributes(modules: Iterable[torch.nn.Module], saved: Attributes) -> None:
+def restore_attributes(modules: Iterable[Module], saved: Attributes) -> None:
     """Put back attributes of plain types that a forward pass has set."""
     for module, before in zip(modules, saved, strict=False):  # modules that were added come last
         now = vars(module)
@@ -78,16 +78,14 @@ class BufferSnapshot:
     """What a forward pass may write to, buffers and plain attributes, as it was at the beginning of a step."""
 
     def __init__(
-        self, model: torch.nn.Module, modules: Iterable[torch.nn.Module], former: BufferSnapshot | None = None
+        self, model: Module, modules: Iterable[Module], former: BufferSnapshot | None = None
     ) -> None:
-        """modules: all modules of the model; finding them takes long where there are many.
-        former: of a step before, whose memory is used again."""
+        """modules: all of the model; finding them takes long. former: one whose memory is used again."""
         self._model, modules = model, tuple(modules)
         self._attributes = copy_attributes(modules)
         self._unset: dict[str, bool] = {}
         self._saved: dict[str, bool] = {}
-        # By name: the buffer, and what it held.
-        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._buffers: dict[str, tuple[Tensor, Tensor]] = {}  # by name, with what it held
         if not has_buffers(modules):
             return
         found = list_buffers(model)
@@ -102,21 +100,19 @@ class BufferSnapshot:
             else:
                 self._buffers = {name: (buffer, buffer.clone()) for name, buffer in named.items()}
 
-    def _holds(self, named: Mapping[str, torch.Tensor]) -> bool:
-        return named.keys() == self._buffers.keys() and all(
-            self._buffers[name][0] is buffer and self._buffers[name][1].shape == buffer.shape
-            for name, buffer in named.items()
-        )
+    def _holds(self, named: Mapping[str, Tensor]) -> bool:
+        if named.keys() != self._buffers.keys():
+            return False
+        pairs = [(buffer, *self._buffers[name]) for name, buffer in named.items()]
+        return all(now is buffer and held.shape == now.shape for now, buffer, held in pairs)
 
-    def get(self, name: str) -> torch.Tensor | None:
-        """What a buffer held; None: it was not there."""
+    def get(self, name: str) -> Tensor | None:
         return self._buffers[name][1] if name in self._buffers else None
 
-    def find_changed(self, named: Iterable[tuple[str, torch.Tensor]]) -> list[bool]:
-        """Whether each buffer's values changed since; torch's version counters miss what BatchNorm writes. Waits for
-        the device once."""
+    def find_changed(self, named: Iterable[tuple[str, Tensor]]) -> list[bool]:
+        """Whether each buffer's values changed since; torch's version counters miss what BatchNorm writes."""
         flags: list[bool] = []
-        computed: dict[int, torch.Tensor] = {}  # by index: a flag () on the device
+        computed: dict[int, Tensor] = {}  # by index: a flag () on the device
         for index, (name, buffer) in enumerate(named):
             flags.append(name not in self._buffers)
             if not flags[index]:
@@ -130,10 +126,8 @@ class BufferSnapshot:
                 flags[index] = flag
         return flags
 
-    def restore(self, model: torch.nn.Module | None = None, *, attributes: bool = True) -> None:
-        """Put back what was there, where a forward pass has written, replaced, registered or removed something.
-        model: a copy of the model, which gets buffers of its own; None: the model itself.
-        attributes: whether attributes are put back as well."""
+    def restore(self, model: Module | None = None, *, attributes: bool = True) -> None:
+        """Put back what was there, in the model or in a copy of it, which gets buffers of its own."""
         target = self._model if model is None else model
         with torch.no_grad():
             for name, each in list_buffers(target).items():
@@ -150,19 +144,17 @@ class BufferSnapshot:
             restore_attributes(target.modules(), self._attributes)
 
 
-def describe_world_dependence(model: torch.nn.Module) -> str | None:
-    """A sentence on the layers that make a step depend on how its rows are split over workers (R9, scope of P2).
-    None: the weights equal those of any other world, up to rounding."""
+def describe_world_dependence(model: Module) -> str | None:
+    """A sentence on the layers that make a step depend on how its rows are split (R9, scope of P2), or None."""
     return describe_dependent_layers((name or "the model", why) for name, why in _dependent_layers(model))
 
 
-def shares_statistics(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether the ranks exchange statistics inside of forward passes, so that each must make exactly one, of all its
-    rows."""
+def shares_statistics(modules: Iterable[Module]) -> bool:
+    """Whether forward passes exchange statistics: each rank must make exactly one, of all its rows."""
     return any(exchanges_statistics(module) and module.training for module in modules)
 
 
-def _dependent_layers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+def _dependent_layers(model: Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         if not module.training:
             continue
@@ -173,12 +165,12 @@ def _dependent_layers(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
             yield name, f"{type(module).__name__}: random in each worker"
 
 
-def depends_on_batch(module: torch.nn.Module) -> bool:
+def depends_on_batch(module: Module) -> bool:
     """Whether a layer of torch draws random numbers, or takes statistics of all rows, while it is in training mode."""
     return isinstance(module, _BatchNorm) or is_random(module)
 
 
-def is_random(module: torch.nn.Module) -> bool:
+def is_random(module: Module) -> bool:
     if isinstance(module, torch.nn.RReLU):
         return True
     rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
@@ -188,9 +180,9 @@ def is_random(module: torch.nn.Module) -> bool:
 log = logging.getLogger("spark_elastic")
 
 T = TypeVar("T")
-Batch = LocalBatch[torch.Tensor]
-Reduce = Callable[[list[torch.Tensor], str], torch.Tensor]
-Forward = Callable[[torch.nn.Module, Batch], object]
+Batch = LocalBatch[Tensor]
+Reduce = Callable[[list[Tensor], str], Tensor]
+Forward = Callable[[Module, Batch], object]
 
 # How the values of several parts of a step's rows become one, the first that is right:
 # the mean weighted by rows; of each element the value of the last part that changed it; the sum of the changes; the
@@ -200,14 +192,10 @@ EQUAL, APPROXIMATE = "equal", "approximate"
 _ROWS = 8  # of each of the two parts on which they are tried; with repetitions where a rank has fewer
 
 
-def merge(
-    kind: str, before: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor, float]], reduce: Reduce
-) -> torch.Tensor:
-    """The merged values, in float64 or int64. before: the values before the step.
-    parts: of this process: (number, values, part of the step's rows) each.
+def merge(kind: str, before: Tensor, parts: Sequence[tuple[int, Tensor, float]], reduce: Reduce) -> Tensor:
+    """The merged values. parts: of this process: (number, values, part of the step's rows) each.
     reduce: the "sum" or "max" over all parts of all processes, of one tensor for each part of this one."""
-    # Zeros, not values times zero, which are NaN where a mask holds infinities
-    if kind in ("mean", APPROXIMATE):
+    if kind in ("mean", APPROXIMATE):  # zeros: a mask's infinity times zero is NaN
         return reduce([own * factor if factor else torch.zeros_like(own) for _, own, factor in parts], "sum")
     if kind == "max":
         return reduce([own for _, own, _ in parts], "max")
@@ -223,20 +211,20 @@ def merge(
     return parts[0][1]  # EQUAL
 
 
-def widen(tensor: torch.Tensor) -> torch.Tensor:
+def widen(tensor: Tensor) -> Tensor:
     """A flat copy in float64 or int64, in which ranks exchange values."""
     real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     return real.to(torch.float64 if real.is_floating_point() else torch.int64).reshape(-1)
 
 
-def narrow(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def narrow(flat: Tensor, like: Tensor) -> Tensor:
     """What `widen` made of a tensor, with the shape and the dtype of that one."""
     if like.is_complex():
         return torch.view_as_complex(flat.view(*like.shape, 2)).to(like.dtype)
     return flat.view(like.shape).to(like.dtype)
 
 
-def _reduce_here(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+def _reduce_here(tensors: list[Tensor], op: str) -> Tensor:
     stacked = torch.stack(tensors)
     return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
@@ -246,43 +234,31 @@ class BufferMerge:
     then `apply` in the apply section. Buffers that nothing wrote to (masks, tables of positions, which may be larger
     than the gradients) do not travel."""
 
-    def __init__(self, model: torch.nn.Module, merges: dict[str, str]) -> None:
+    def __init__(self, model: Module, merges: dict[str, str]) -> None:
         """merges: of the state, by name; those that are learned are added."""
         self._model, self._merges = model, merges
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step."""
-        # By part: (number, its part of the step's rows, the buffers that it wrote, by name).
-        self._parts: list[tuple[int, float, dict[str, torch.Tensor]]] = []
+        self._parts: list[tuple[int, float, dict[str, Tensor]]] = []  # (number, factor, buffers)
         self._saved: dict[str, bool] = {}  # by name: whether `state_dict` has it
-        self._results: dict[str, torch.Tensor] = {}
+        self._results: dict[str, Tensor] = {}
 
     def take(self, before: BufferSnapshot, number: int, factor: float, *, keep: bool = False) -> None:
-        """Take what the newest part wrote.
-
-        Args:
-            before: the buffers before the step.
-            number: of the part in the order of the step's rows.
-            factor: its part of the step's rows; 0.0: it has none.
-            keep: the values are copied, since the next part writes to the same memory.
-        """
+        """Take what the newest part wrote: number and factor are its place among the step's rows and its share of them.
+        keep: copy the values, since the next part writes to the same memory."""
         buffers = list_buffers(self._model)
         live = {name: each.tensor for name, each in sorted(buffers.items()) if each.tensor is not None}
         changed = before.find_changed(live.items())
-        written = {
-            name: tensor.clone() if keep else tensor
-            for (name, tensor), flag in zip(live.items(), changed, strict=True)
-            if flag
-        }
+        pairs = zip(live.items(), changed, strict=True)
+        written = {name: each.clone() if keep else each for (name, each), flag in pairs if flag}
         self._saved.update((name, buffers[name].is_saved) for name in written)
         self._parts.append((number, factor, written))
 
     def exchange(
-        self, group: Group, before: BufferSnapshot, batch: Batch, forward: Forward, reduce: Reduce
+        self, group: Group, before: BufferSnapshot, batch: Batch, run: Forward, reduce: Reduce
     ) -> None:
-        """Bring the parts of all ranks together; collective. batch: some rows of this rank.
-        forward: makes a forward pass of a copy of the model. reduce: see `merge`.
+        """Bring the parts of all ranks together; collective. run: makes a forward pass of a copy of the model.
         Raises InvalidInput: a buffer cannot be brought together; on all ranks alike."""
         layouts = [
             {name: [list(each.shape), str(each.dtype), self._saved[name]] for name, each in written.items()}
@@ -305,7 +281,7 @@ class BufferMerge:
                 self._merges.setdefault(name, "mean" if _is_real(self._find(name, before)) else "max")
         unknown = [name for name in names if name not in self._merges]
         if unknown:
-            self._merges.update(self._learn(group, unknown, before, batch, forward))
+            self._merges.update(self._learn(group, unknown, before, batch, run))
         kinds: dict[tuple[str, bool], list[str]] = {}
         for name in names:
             kinds.setdefault((self._merges[name], _is_real(self._find(name, before))), []).append(name)
@@ -322,7 +298,7 @@ class BufferMerge:
                 else:
                     current.copy_(result)
 
-    def _find(self, name: str, before: BufferSnapshot) -> torch.Tensor:
+    def _find(self, name: str, before: BufferSnapshot) -> Tensor:
         """The values of a buffer that some part has written; before the step where none of this process has."""
         found = next((written[name] for *_, written in self._parts if name in written), None)
         return before.get(name) if found is None else found  # type: ignore[return-value]
@@ -344,16 +320,15 @@ class BufferMerge:
     # ---- what a buffer is
 
     def _learn(
-        self, group: Group, names: list[str], before: BufferSnapshot, batch: Batch, forward: Forward
+        self, group: Group, names: list[str], before: BufferSnapshot, batch: Batch, run: Forward
     ) -> dict[str, str]:
-        """Choose how to merge these buffers; collective."""
         mine: dict[str, list[int]] = {name: [] for name in names}
         for name, tensor in ((n, written[n]) for *_, written in self._parts for n in names if n in written):
             mine[name].append(zlib.crc32(widen(tensor).cpu().numpy().data))
         found = {}
         if len(batch):
             try:
-                found = try_merges(self._model, names, before, batch, forward)
+                found = try_merges(self._model, names, before, batch, run)
             except CollectiveError:
                 raise
             except Exception as error:  # of the user's code; or a model that has trained cannot be copied
@@ -387,16 +362,15 @@ class BufferMerge:
 
 
 def try_merges(
-    model: torch.nn.Module, names: Sequence[str], before: BufferSnapshot, batch: Batch, forward: Forward
+    model: Module, names: Sequence[str], before: BufferSnapshot, batch: Batch, run: Forward
 ) -> dict[str, list[str]]:
-    """Which kinds of `MERGES` make of two parts of these rows what a forward pass of both makes, by buffer. Without
-    them the mean is still one where the rows' order does not matter, nor their number: APPROXIMATE. What none fits may
-    still be EQUAL, if the ranks have exchanged it: its values depend on the rows' contents."""
+    """Which kinds of `MERGES` make of two parts of these rows what a forward pass of both makes, by buffer.
+    APPROXIMATE: the mean, if order and number of rows do not matter. EQUAL: none fits, and contents matter."""
     half = len(batch) // 2
     first, second = np.resize(np.arange(half), _ROWS), np.resize(np.arange(half, len(batch)), _ROWS)
     both = np.concatenate([first, second])
     orders = first, second, both, [*second, *first], [*first, *first]
-    after = [_run_copy(model, before, _pick(batch, np.array(order)), forward) for order in orders]
+    after = [_run_copy(model, before, _pick(batch, np.array(order)), run) for order in orders]
     found = {}
     for name in names:
         x, y, whole, turned, twice = (buffers.get(name) for buffers in after)
@@ -424,7 +398,7 @@ def try_merges(
     return found
 
 
-def _are_close(found: torch.Tensor, wanted: torch.Tensor, old: torch.Tensor, dtype: torch.dtype) -> bool:
+def _are_close(found: Tensor, wanted: Tensor, old: Tensor, dtype: torch.dtype) -> bool:
     """Whether they differ by rounding alone, which in 16 bits and in sums of another order is a part of the change."""
     if not wanted.is_floating_point():
         return torch.equal(found, wanted)
@@ -439,18 +413,15 @@ def _are_close(found: torch.Tensor, wanted: torch.Tensor, old: torch.Tensor, dty
     return bool(((found - wanted).abs() <= allowed).all())
 
 
-def _run_copy(
-    model: torch.nn.Module, before: BufferSnapshot, batch: Batch, forward: Forward
-) -> dict[str, torch.Tensor | None]:
-    """The buffers after a forward pass of a copy, which shares the trained parameters: what code changes in forward,
-    such as an average of weights, are frozen ones."""
+def _run_copy(model: Module, before: BufferSnapshot, batch: Batch, run: Forward) -> dict[str, Tensor | None]:
+    """The buffers after a pass of a copy, which shares what is trained: what forward may change is frozen."""
     copied = copy.deepcopy(model, {id(p): p for p in model.parameters() if p.requires_grad})
     before.restore(copied)
     for part in copied.modules():
         if isinstance(part, _NormBase) or is_random(part):
             part.eval()
     with torch.no_grad():
-        forward(copied, batch)
+        run(copied, batch)
     return {name: each.tensor for name, each in list_buffers(copied).items()}
 
 
@@ -468,11 +439,10 @@ def _pick(batch: Batch, rows: Any) -> Batch:
 
 
 def _settle_shapes(
-    group: Group, layouts: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
-    """The buffers that parts wrote in different shapes, by name: each is the largest, if the others are its beginning,
-    as where a table of positions grows with the longest row. Collective.
-    Raises InvalidInput: they are not; on all ranks alike."""
+    group: Group, layouts: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The buffers that parts wrote in different shapes: each is the largest, if the others are its beginning, as where
+    a table of positions grows. Collective. Raises InvalidInput: they are not; on all ranks alike."""
     settled = {}
     for name in sorted({name for layout in layouts for name in layout}):
         written = [layout[name][:2] for layout in layouts if name in layout]
@@ -481,9 +451,8 @@ def _settle_shapes(
         arrays = [widen(values[name]).cpu().numpy() for values in own if name in values]
         blobs = group.allgather_bytes(pack_arrays([], arrays))
         gathered = [array for blob in blobs for array in unpack_arrays(blob)[1]]
-        likes = [
-            torch.empty(shape, dtype=getattr(torch, kind.removeprefix("torch."))) for shape, kind in written
-        ]
+        dtypes = [getattr(torch, kind.removeprefix("torch.")) for _, kind in written]
+        likes = [torch.empty(shape, dtype=dtype) for (shape, _), dtype in zip(written, dtypes, strict=True)]
         tensors = [narrow(torch.from_numpy(a), like) for a, like in zip(gathered, likes, strict=True)]
         largest = max(tensors, key=torch.numel)
         for each in tensors:
@@ -506,15 +475,15 @@ def _gather(group: Group, own: list[T]) -> list[T]:
     return [each for blob in group.allgather_bytes(json.dumps(own).encode()) for each in json.loads(blob)]
 
 
-def _get_before(before: BufferSnapshot, name: str, like: torch.Tensor) -> torch.Tensor:
+def _get_before(before: BufferSnapshot, name: str, like: Tensor) -> Tensor:
     """A buffer before the step; zeros if the step has registered it, or given it another shape."""
     old = before.get(name)
     return old if old is not None and old.shape == like.shape else torch.zeros_like(like)
 
 
-def _is_real(tensor: torch.Tensor) -> bool:
+def _is_real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def _join(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([widen(tensor) for tensor in tensors]).to(CPU)

@@ -1,8 +1,6 @@
-"""Callbacks of the estimator's training, those that come with it, `progress` for code that runs inside a step, and the
-list that calls them and makes all ranks follow the decisions of rank 0's (R6, step summary).
+"""Callbacks of the estimator's training, and the list that calls them and makes all ranks follow rank 0 (R6).
 
-They run on all workers, which hold the same numbers, so that replicas stay equal. The public attributes of a callback
-are part of the state that newcomers receive and checkpoints contain. Main thread only.
+They run on all workers, which hold the same numbers, so that replicas stay equal. Main thread only.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.torch.buffers import BufferSnapshot
-from spark_elastic.training.torch.module_state import find_difference, list_attributes
+from spark_elastic.training.torch.module_state import ModelStateHandler, find_difference
 from spark_elastic.training.trainer import CallbackList
 from spark_elastic.worker.context import get_context
 
@@ -31,7 +29,7 @@ class Training:
     `on_fit_begin` and `on_fit_end`."""
 
     model: torch.nn.Module  # this worker's replica
-    optimizer: torch.optim.Optimizer  # of that model
+    optimizer: Optimizer  # of that model
     rank: int = 0  # in the current world; rank 0 should write files
     size: int = 1  # of the current world
     stopped: str | None = None  # the reason, once a callback has asked to stop
@@ -106,8 +104,7 @@ class _Monitor(Callback):
         return self.monitor
 
     def update_best(self, logs: Logs) -> bool:
-        """Record the epoch's number. Returns whether it is the best one so far; a NaN never is.
-        Raises InvalidInput: the number is not logged."""
+        """Returns whether the epoch's number is the best so far; a NaN never is. Raises InvalidInput: it is missing."""
         value = float(get_monitored(logs, self.monitor))
         if self.best is not None:
             gain = self.best - value if self.mode == "min" else value - self.best
@@ -161,7 +158,7 @@ class LearningRateSchedule(Callback):
 
     def __init__(
         self,
-        make: Callable[[torch.optim.Optimizer], Any],
+        make: Callable[[Optimizer], Any],
         every: Literal["epoch", "step"] = "epoch",
         monitor: str | None = None,
     ) -> None:
@@ -173,7 +170,7 @@ class LearningRateSchedule(Callback):
         self._scheduler: Any = None
 
     @property
-    def binding(self) -> tuple[Callable[[torch.optim.Optimizer], Any], str, str | None]:
+    def binding(self) -> tuple[Callable[[Optimizer], Any], str, str | None]:
         """What a run stores to recognise the schedule: (make, every, monitor)."""
         return self._make, self._every, self._monitor
 
@@ -186,14 +183,13 @@ class LearningRateSchedule(Callback):
     def _plateaus(self) -> bool:
         return isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
-    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+    def bind(self, optimizer: Optimizer) -> None:
         """Make the scheduler, which sets the optimizer's first rate. To be called before any state is loaded."""
         self._scheduler = self._make(optimizer)
         if self._plateaus and self._every == "step":
             raise InvalidInput("ReduceLROnPlateau looks at a number of each epoch: use every='epoch'.")
 
     def advance_step(self) -> None:
-        """Advance a schedule of steps. Part of the apply section of a step."""
         if self._every == "step":
             self._scheduler.step()
 
@@ -212,10 +208,8 @@ class LearningRateSchedule(Callback):
 def get_monitored(logs: Logs, name: str) -> Any:
     """Return a number of an epoch's logs. Raises InvalidInput: the epoch did not log it."""
     if name not in logs:
-        available = ", ".join(sorted(logs))
-        raise InvalidInput(
-            f"a callback watches {name!r}, which the epoch has not: set its monitor to one of {available}."
-        )
+        advice = f"set its monitor to one of {', '.join(sorted(logs))}"
+        raise InvalidInput(f"a callback watches {name!r}, which the epoch has not: {advice}.")
     return logs[name]
 
 
@@ -246,11 +240,9 @@ def progress() -> Progress | None:
 class TorchCallbackList(CallbackList):
     """The callbacks of one worker, in order. Its own state is the newest epoch whose beginning theirs contains."""
 
-    def __init__(
-        self, callbacks: Sequence[Callback], model: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def __init__(self, callbacks: Sequence[Callback], model: torch.nn.Module, optimizer: Optimizer) -> None:
         self.callbacks = list(callbacks)
-        self._training = Training(model, optimizer)
+        self._training, self._module = Training(model, optimizer), ModelStateHandler(model)
         self._started = False
         self._group: Group | None = None  # of the world
         self._told = -1  # the newest epoch of which this worker's callbacks were told; -1: none yet
@@ -270,15 +262,13 @@ class TorchCallbackList(CallbackList):
                 callback.on_fit_begin(self._training)
 
     def state_dict(self) -> dict[str, Any]:
-        # A stop that a callback has asked for travels with the next step, which may be one of another driver.
-        return {"epoch": self._begun, "stopped": self._training.stopped}
+        return {"epoch": self._begun, "stopped": self._training.stopped}  # a stop travels with the next step
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._begun, self._training.stopped = state["epoch"], state["stopped"]
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """In an epoch that others have begun, rates, callbacks and what is frozen come with the state, and the call is
-        for what does not.
+        """In an epoch that others have begun, only what the state does not hold stays as the callbacks leave it.
         Raises InvalidInput: the ranks' models differ by what a callback has done; on all ranks alike."""
         joins = epoch <= self._begun
         if not joins or epoch > self._told:
@@ -296,9 +286,8 @@ class TorchCallbackList(CallbackList):
         if self.callbacks and self._group is not None and self._group.size > 1:
             difference = find_difference(self._group, self._training.model)
             if difference is not None:
-                raise InvalidInput(
-                    f"{difference} in epoch {epoch + 1}: have callbacks do the same to the model on all workers."
-                )
+                where = f"{difference} in epoch {epoch + 1}"
+                raise InvalidInput(f"{where}: have callbacks do the same to the model on all workers.")
 
     def on_step_begin(self, epoch: int, step: int) -> None:
         for callback in self.callbacks:
@@ -316,8 +305,7 @@ class TorchCallbackList(CallbackList):
         return self._training.stopped is not None
 
     def on_epoch_end(self, group: Group, logs: Mapping[str, Any]) -> str | None:
-        """Why training is to end, or None.
-        Raises CollectiveError: the group broke; the callbacks are as before, so that the epoch can be closed again."""
+        """Raises CollectiveError: the group broke; the callbacks are as before, for the epoch is closed again."""
         if not self.callbacks:
             return None
         restore = self._keep_state()
@@ -348,22 +336,10 @@ class TorchCallbackList(CallbackList):
         """Return what puts back all that callbacks may change. weights: those of the model as well."""
         states = copy.deepcopy([callback.state_dict() for callback in self.callbacks])
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
-        model = self._training.model
-        parts, parameters = dict(model.named_modules()), list(model.parameters())
-        attributes: list[tuple[Any, str, Any]] = [(p, "requires_grad", p.requires_grad) for p in parameters]
-        attributes += [(part, "training", part.training) for part in parts.values()]
-        held = copy.deepcopy(list_attributes(parts.items()))
-        attributes += [(parts[path], name, value) for (path, name), value in held.items()]
-        buffers = BufferSnapshot(model, parts.values())
-        values = [(p, p.detach().clone()) for p in parameters] if weights else []
+        model = self._module.copy(weights=weights)
 
         def restore() -> None:
-            buffers.restore(attributes=False)
-            with torch.no_grad():
-                for parameter, before in values:
-                    parameter.copy_(before)
-            for owner, name, value in attributes:
-                setattr(owner, name, value)
+            self._module.load(model, np.empty(0, np.uint8))
             for callback, state in zip(self.callbacks, states, strict=True):
                 callback.load_state_dict(state)
             del self._groups[len(settings) :]  # which the callbacks have added

@@ -1,8 +1,7 @@
-"""Results that do not depend on who computes a row: `RowDropout`, and what `determinism="bitwise"` asks of a process
-and of a model.
+"""Results that do not depend on who computes a row: `RowDropout`, and what `determinism="bitwise"` asks.
 
-torch's kernels give the same bits for the same shapes if the number of threads, the processor and the alignment of
-memory are the same. Training thread only.
+torch's kernels give the same bits for the same shapes if number of threads, processor and alignment of memory are the
+same. Training thread only.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ ALIGN = 64  # bytes: what torch's own allocator aligns to
 
 
 def use_deterministic_arithmetic() -> None:
-    """Let this process compute deterministically from now on: one thread for each operation, and an error for
-    operations that have no deterministic kernel."""
+    """One thread for each operation, and an error for operations that have no deterministic kernel."""
     torch.set_num_threads(1)  # sums are divided by the number of threads
     os.environ.update({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | dict(os.environ))  # what cuBLAS needs for it
     torch.use_deterministic_algorithms(True)
@@ -110,14 +108,15 @@ def align_batch(batch: Any) -> Any:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    return tensor.layout is not torch.strided or tensor.data_ptr() % ALIGN == 0
+    is_there = (
+        tensor.device.type == "cpu" and tensor.layout is torch.strided
+    )  # on a device it may arrive still
+    return not is_there or tensor.data_ptr() % ALIGN == 0
 
 
 def check_layers(model: torch.nn.Module, *, keeps_buffers: bool) -> None:
-    """Refuse layers whose results depend on how rows are divided over workers, even by whole shares.
-    model: one in evaluation mode is trained as a whole.
-    keeps_buffers: buffers that the shares' forward passes write are brought together after each step.
-    Raises InvalidInput: a layer cannot be trained so."""
+    """Raises InvalidInput: results of a layer depend on how rows are divided over workers, even by whole shares.
+    keeps_buffers: buffers that the shares' forward passes write are brought together after each step."""
     why = (
         "computes statistics of all workers' rows: use torch.nn.BatchNorm1d, 2d or 3d, which takes those of a virtual "
         "share."

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 from torch.utils._pytree import register_pytree_node
 
 from elastic_collectives import Group
@@ -64,12 +66,11 @@ class TrainerStandIn(TrainerPlan):
         return self.global_rank == 0
 
 
-# For a trial on the driver, before the rows are counted.
-TRIAL = TrainerPlan(max_epochs=10, num_training_batches=1000)
+TRIAL = TrainerPlan(max_epochs=10, num_training_batches=1000)  # for a trial, before the rows are counted
 
 
 @contextmanager
-def attach_trainer(model: torch.nn.Module, trainer: TrainerPlan, **others: Any) -> Iterator[None]:
+def attach_trainer(model: Module, trainer: TrainerPlan, **others: Any) -> Iterator[None]:
     """Set instance attributes inside the block: the module's own `trainer` and `log` require a Trainer that runs it."""
     attributes: Any = {"_trainer": trainer, **others}
     own: Any = vars(model)
@@ -139,7 +140,7 @@ _UNCALLED = re.compile(
 class Batch(tuple[Any, Any]):
     """(features, labels), each a tensor, or a tuple where there are several columns; `batch["x"]` is the column x."""
 
-    columns: Mapping[str, torch.Tensor]
+    columns: Mapping[str, Tensor]
 
     def __getitem__(self, key: Any) -> Any:
         return self.columns[key] if isinstance(key, str) else super().__getitem__(key)
@@ -157,18 +158,17 @@ class LightningLoss(LossFn):
     logs = True
 
     def __init__(
-        self, weighted: bool, plan: TrainerPlan, precision: str | None = None, columns: Sequence[str] = ()
+        self, weighted: bool, plan: TrainerPlan, precision: str | None, columns: Sequence[str]
     ) -> None:
-        """columns: names of the features, then of the labels."""
         self._plan, self._precision, self._columns = plan, precision, tuple(columns)
         self._loss = RowLoss(return_loss, weighted)
-        self._logged: dict[str, float | torch.Tensor] = {}
+        self._logged: dict[str, float | Tensor] = {}
         self._position, self._rank, self._size = START, 0, 1
 
-    def begin(self, group: Group, batch: LocalBatch[torch.Tensor], position: Position) -> None:
+    def begin(self, group: Group, batch: LocalBatch[Tensor], position: Position) -> None:
         self._position, self._rank, self._size = position, group.rank, group.size
 
-    def __call__(self, model: torch.nn.Module, part: LocalBatch[torch.Tensor]) -> LossResult:
+    def __call__(self, model: Module, part: LocalBatch[Tensor]) -> LossResult:
         batch = Batch(side[0] if len(side) == 1 else side for side in (part.features, part.labels))
         batch.columns = dict(zip(self._columns, (*part.features, *part.labels), strict=False))
         self._logged = {}
@@ -214,7 +214,7 @@ class LightningLoss(LossFn):
                 f"self.log({name!r}, ...) was given reduce_fx={reduce_fx!r}, and what is logged is averaged over the "
                 "rows of all workers: log a mean, or leave it out."
             )
-        is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+        is_number = isinstance(value, Tensor) and value.numel() == 1
         self._logged[name] = read_later(value) if is_number else float(value)
 
     def _log_all(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -227,7 +227,7 @@ def is_lightning(model: Any) -> bool:
     return all(callable(getattr(model, name, None)) for name in ("training_step", "configure_optimizers"))
 
 
-def check_lightning(model: torch.nn.Module) -> None:
+def check_lightning(model: Module) -> None:
     """Raises InvalidInput if the module optimizes by itself, or defines hooks that only Lightning's Trainer calls."""
     if not getattr(model, "automatic_optimization", True):
         raise InvalidInput(
@@ -243,7 +243,7 @@ def check_lightning(model: torch.nn.Module) -> None:
         )
 
 
-def _overrides(model: torch.nn.Module, name: str) -> bool:
+def _overrides(model: Module, name: str) -> bool:
     """Lightning's own class has every hook, without content."""
     method = getattr(type(model), name, None)
     return method is not None and not str(getattr(method, "__module__", "")).startswith(_PACKAGES)

@@ -1,16 +1,14 @@
 """The loss of one part of a rank's rows: the forms of the user's loss, each with the model's forward pass.
 
-Each call returns (sum, denominator). Over all ranks and parts, sum(sums) / sum(denominators) is the loss that one
-process would have computed for the whole batch, so any split of a batch gives the same gradient (R8, weighting).
-A loss is a torch loss module, or a function of (output, label, ...) that returns one number per row or their plain
-mean. A function of torch that divides by something else is recognized, also inside a `partial`. Main thread only.
+Over all ranks and parts, sum(sums) / sum(denominators) is the loss that one process would have computed for the whole
+batch (R8, weighting). A loss is a module, or a function of (output, label, ...) that returns one number per row or
+their plain mean; functions of torch that divide by something else are recognized. Main thread only.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,25 +19,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.loss import CTCLoss, _Loss
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from elastic_collectives import CollectiveError, Group
-from spark_elastic.errors import ElasticError, InvalidInput
+from elastic_collectives import Group
+from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, read_later
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.transformation import list_output_parts
 from spark_elastic.worker.context import get_process_context
 
-Batch = LocalBatch[torch.Tensor]
+Batch = LocalBatch[Tensor]
+Labels = tuple[Tensor, ...]  # one of (n, ...) for each label column
 
 # ---- sums of losses
 
 # The mean that such a function returns does not show what it was divided by; the module shows it.
-_MODULES: dict[Callable[..., torch.Tensor], type[_Loss]] = {
+_MODULES: dict[Callable[..., Tensor], type[_Loss]] = {
     F.cross_entropy: nn.CrossEntropyLoss,
     F.nll_loss: nn.NLLLoss,
     F.mse_loss: nn.MSELoss,
@@ -59,20 +58,18 @@ _ELEMENTWISE = (
 class LossResult(NamedTuple):
     """The loss of one part of a step's rows, with the numbers that metrics are computed from."""
 
-    total: torch.Tensor  # () with a graph: the sum over the rows
+    total: Tensor  # () with a graph: the sum over the rows
     # This part's summand of the divisor. 0 in every part: the user wants the loss summed, not averaged; NaN: the model
     # reports no loss.
     denominator: float
-    # The model's outputs, detached, one for each label or one for all; (): only the loss is known.
-    outputs: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()  # detached, one for each label or one for all; (): unknown
     # Other numbers by name: the sum over these rows, a tensor () where a device computes it, and what the mean divides
     # it by: their number or their weight.
-    logged: Mapping[str, tuple[float | torch.Tensor, float]] = MappingProxyType({})
+    logged: Mapping[str, tuple[float | Tensor, float]] = MappingProxyType({})
 
 
 def find_loss_module(loss: Any) -> Any:
-    """Return the loss module for one of torch's functions or a `functools.partial` of it; any other loss unchanged.
-    Raises InvalidInput: the partial has an argument that the module does not take."""
+    """The loss module for a function of torch or a `partial` of it. Raises InvalidInput: an argument does not fit."""
     module = _find_loss_class(loss)
     if module is None:
         return loss
@@ -98,16 +95,16 @@ def _find_loss_class(loss: Any) -> type[_Loss] | None:
     return _MODULES.get(function) if isinstance(function, FunctionType) else None
 
 
-def refuse_broadcast(name: str, output: Any, labels: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+def refuse_broadcast(name: str, output: Any, labels: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """Let a user's function of (output, *labels) make no matrix of an output (n, 1) and a label (n,), or the other way
     round: the mean over it would be another number. name: of the function, for the error."""
-    outputs = [each for each in list_output_parts(output) if isinstance(each, torch.Tensor)]
+    outputs = [each for each in list_output_parts(output) if isinstance(each, Tensor)]
     if any(_are_column_and_row(one, label) for one in outputs for label in labels):
         return _BroadcastGuard(name, outputs, labels)
     return nullcontext()
 
 
-def _are_column_and_row(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_column_and_row(one: Tensor, other: Tensor) -> bool:
     rows = len(other) if other.ndim else 0
     return rows > 1 and {one.shape, other.shape} == {(rows,), (rows, 1)}
 
@@ -115,17 +112,16 @@ def _are_column_and_row(one: torch.Tensor, other: torch.Tensor) -> bool:
 class _BroadcastGuard(TorchFunctionMode):
     """What is made of outputs, or of labels, alone is allowed: a metric may compare all pairs of rows."""
 
-    def __init__(self, name: str, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> None:
+    def __init__(self, name: str, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
         super().__init__()
         self._name = name
-        # What was computed from outputs, or from labels, alone: by identity, which it keeps from being used again.
-        self._outputs = {id(each): each for each in outputs}
+        self._outputs = {id(each): each for each in outputs}  # what was made of each alone
         self._labels = {id(each): each for each in labels}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         outputs = [each for each in given if id(each) in self._outputs]
         labels = [each for each in given if id(each) in self._labels]
         pairs = [pair for pair in product(outputs, labels) if _are_column_and_row(*pair)]
@@ -138,7 +134,7 @@ class _BroadcastGuard(TorchFunctionMode):
                     f"{self._name} made {matrix} out of the model's output {tuple(output.shape)} and labels "
                     f"{tuple(label.shape)}: give output and label the same shape."
                 )
-        if isinstance(result, torch.Tensor) and bool(outputs) != bool(labels):
+        if isinstance(result, Tensor) and bool(outputs) != bool(labels):
             (self._outputs if outputs else self._labels)[id(result)] = result
         return result
 
@@ -150,23 +146,19 @@ class LabelConverter:
     them, and those of a sequence's tokens, (n, t), for an output (n, C, t)."""
 
     def __init__(self, loss: Any, label: str = "label", ahead: bool = False) -> None:
-        """label: name of the first label's column, for errors.
-        ahead: labels of classes are also converted before the model's output exists."""
+        """label: the first label's column, for errors. ahead: labels are also converted before the output exists."""
         self._kind, self._label, self._ahead = _find_loss_class(loss) or type(loss), label, ahead
         self.of_classes = issubclass(self._kind, nn.CrossEntropyLoss | nn.NLLLoss)
         self.elementwise = is_elementwise(loss)
 
-    def convert_classes(
-        self, labels: tuple[torch.Tensor, ...], output: Any = None
-    ) -> tuple[torch.Tensor, ...]:
-        """Convert numbers of classes to int64. Probabilities of classes, which have as many dimensions as the output,
-        stay as they are; if the output is unknown, every array of floats counts as probabilities.
+    def convert_classes(self, labels: Labels, output: Any = None) -> Labels:
+        """Numbers of classes as int64; probabilities, with as many dimensions as the output, stay as they are.
         Raises InvalidInput: a class is not a whole number."""
         if not self.of_classes:
             return labels
         label = labels[0]
         if issubclass(self._kind, nn.CrossEntropyLoss) and label.is_floating_point() and label.ndim > 1:
-            if not isinstance(output, torch.Tensor) or output.ndim == label.ndim:
+            if not isinstance(output, Tensor) or output.ndim == label.ndim:
                 return labels
             if self._ahead:
                 raise InvalidInput(
@@ -182,9 +174,9 @@ class LabelConverter:
             )
         return whole, *labels[1:]
 
-    def match_output(self, output: Any, labels: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def match_output(self, output: Any, labels: Labels) -> tuple[Tensor, ...]:
         """Give the first label the output's type and number of dimensions, where they are compared by number."""
-        if not self.elementwise or not isinstance(output, torch.Tensor):
+        if not self.elementwise or not isinstance(output, Tensor):
             return labels
         label = labels[0] if labels[0].dtype is output.dtype else labels[0].to(output.dtype)
         if output.shape == (len(label), 1) and label.ndim == 1:
@@ -196,14 +188,9 @@ class RowLoss:
     """Computes a `LossResult` with a copy of the user's loss, which is never changed."""
 
     def __init__(
-        self,
-        loss: Callable[..., torch.Tensor],
-        weighted: bool = False,
-        label: str = "label",
-        ahead: bool = False,
+        self, loss: Callable[..., Tensor], weighted: bool = False, label: str = "label", ahead: bool = False
     ) -> None:
-        """weighted: rows have sample weights. label: name of the first label's column, for errors.
-        ahead: `compute_denominator` is called before the model's output exists."""
+        """weighted: rows have sample weights. label, ahead: as of `LabelConverter`."""
         loss = find_loss_module(loss)
         keywords = loss.keywords if isinstance(loss, functools.partial) else {}
         reduction = getattr(loss, "reduction", keywords.get("reduction"))
@@ -220,26 +207,21 @@ class RowLoss:
         if type(loss) in (*_ELEMENTWISE, nn.CrossEntropyLoss, nn.NLLLoss):  # a class of the user may do more
             self._sum_loss = copy.deepcopy(loss)
             self._sum_loss.reduction = "sum"
-        self._class_weights: torch.Tensor | None = None  # (C,) Weights of the classes, on the host
+        self._class_weights: Tensor | None = None  # (C,) Weights of the classes, on the host
         if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None:
             self._class_weights = loss.weight.detach().to(CPU, torch.float64)
         self._device = CPU
-        # Whether the user's own function has yet to show what it makes of two rows or more.
-        self._is_unchecked = not isinstance(loss, nn.Module)
+        self._is_unchecked = not isinstance(loss, nn.Module)  # until it has seen two rows or more
 
     def __call__(
         self,
-        output: torch.Tensor,
-        labels: tuple[torch.Tensor, ...],
-        weights: torch.Tensor | None,
-        on_host: tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None = None,
+        output: Tensor,
+        labels: Labels,
+        weights: Tensor | None,
+        on_host: tuple[tuple[Tensor, ...], Tensor | None] | None = None,
     ) -> LossResult:
-        """Compute the loss of these rows.
-        labels: one tensor (n, ...) for each label column, in any form that `LabelConverter` converts. weights: (n,)
-        on_host: labels and weights in memory of the host, where the others are on another device. Denominators are
-        computed from these, so that nothing waits for the device.
-        Raises InvalidInput: sample weights are given, and the loss does not return one number per row; a class is not a
-        whole number."""
+        """Compute the loss of these rows. on_host: labels and weights in memory of the host, where the others are on a
+        device, for denominators that do not wait for it. Raises InvalidInput: the loss does not fit them."""
         rows = len(labels[0])
         host_labels, host_weights = on_host or (labels, weights)
         host_labels = self._converter.convert_classes(host_labels, output)
@@ -266,18 +248,18 @@ class RowLoss:
             per_row = per_row * weights
         return LossResult(per_row.sum(), self._compute_denominator(host_labels, host_weights))
 
-    def _compute_value(self, output: Any, labels: tuple[torch.Tensor, ...]) -> Any:
+    def _compute_value(self, output: Any, labels: Labels) -> Any:
         if not self._is_unchecked or len(labels[0]) < 2:
             return self._loss(output, *labels)
         self._is_unchecked = False
         with refuse_broadcast("the loss", output, labels):
             return self._loss(output, *labels)
 
-    def compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
+    def compute_denominator(self, labels: Labels, weights: Tensor | None) -> float:
         """The denominator that `__call__` returns, without the model's output. Both are on the host."""
         return self._compute_denominator(self._converter.convert_classes(labels), weights)
 
-    def _compute_denominator(self, labels: tuple[torch.Tensor, ...], weights: torch.Tensor | None) -> float:
+    def _compute_denominator(self, labels: Labels, weights: Tensor | None) -> float:
         if self.is_summed:
             return 0.0
         if weights is None and not self._divides_by_class(labels[0]):
@@ -287,17 +269,17 @@ class RowLoss:
             divisors = self._find_class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
         return float((divisors if weights is None else divisors * weights).sum())
 
-    def _has_one_number_per_row(self, output: Any, labels: tuple[torch.Tensor, ...]) -> bool:
+    def _has_one_number_per_row(self, output: Any, labels: Labels) -> bool:
         label = labels[0]
-        if not isinstance(output, torch.Tensor) or len(labels) > 1:
+        if not isinstance(output, Tensor) or len(labels) > 1:
             return False
         if self._converter.elementwise:
             return output.shape == label.shape and output.numel() == len(label)
         return self._converter.of_classes and output.ndim == 2 and label.ndim == 1
 
-    def _check_value(self, value: Any, output: Any, labels: tuple[torch.Tensor, ...]) -> None:
+    def _check_value(self, value: Any, output: Any, labels: Labels) -> None:
         rows = len(labels[0])
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             raise InvalidInput(
                 f"the loss returned {type(value).__name__}: return a tensor, of one loss per row or their mean."
             )
@@ -307,7 +289,7 @@ class RowLoss:
             raise InvalidInput(
                 f"the loss returned {len(value)} numbers for {rows} rows: return one per row, or their mean."
             )
-        outputs = [part for part in list_output_parts(output) if isinstance(part, torch.Tensor)]
+        outputs = [part for part in list_output_parts(output) if isinstance(part, Tensor)]
         most = sum(part.numel() for part in outputs)
         if not isinstance(self._loss, _Loss):
             most = max(most, *(label.numel() for label in labels))
@@ -318,16 +300,16 @@ class RowLoss:
                 f"{tuple(labels[0].shape)}: give output and label the same shape."
             )
 
-    def _reduce_rows(self, value: torch.Tensor, label: torch.Tensor, rows: int) -> torch.Tensor:
+    def _reduce_rows(self, value: Tensor, label: Tensor, rows: int) -> Tensor:
         if value.ndim == 1:
             return value
         flat = value.reshape(rows, -1)
         return flat.sum(1) if self._per_row_sums or self._divides_by_class(label) else flat.mean(1)
 
-    def _divides_by_class(self, label: torch.Tensor) -> bool:
+    def _divides_by_class(self, label: Tensor) -> bool:
         return self._converter.of_classes and not label.is_floating_point()
 
-    def _find_class_divisors(self, label: torch.Tensor) -> torch.Tensor:
+    def _find_class_divisors(self, label: Tensor) -> Tensor:
         """The divisors of torch's mean: the class weight of each label, 0 for ignored labels."""
         loss = self._loss
         assert isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
@@ -355,61 +337,24 @@ class LossFn(ABC):
         """A step begins. Collective."""
 
     @abstractmethod
-    def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult: ...
-
-
-# Matches torch's errors about a layer or loss that does not take the type of its input. Other errors may print a tensor
-# with "dtype=".
-_DTYPE_ERROR = re.compile(
-    r"\b(dtype(?!=)|datatype|scalar types?|[Ii]nput type|result type)\b|not implemented for '(Long|Bool)'"
-)
-
-
-class DtypeHints(LossFn):
-    """Adds the types of the columns to the error of a layer or loss that takes other types."""
-
-    def __init__(self, loss_fn: LossFn, columns: Sequence[str], transformed: bool = False) -> None:
-        """columns: names of the features, then of the labels. transformed: a transformation made them."""
-        self._loss_fn, self._columns = loss_fn, columns
-        advice = "cast the column in Spark", "return it from transformation_fn with another type"
-        self._where = advice[transformed]
-        self.logs = loss_fn.logs
-
-    def begin(self, group: Group, batch: Batch, position: Position) -> None:
-        self._loss_fn.begin(group, batch, position)
-
-    def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult:
-        try:
-            return self._loss_fn(model, part)
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, ElasticError | CollectiveError) or not _DTYPE_ERROR.search(str(error)):
-                raise  # a layer may speak to the other ranks
-            tensors = zip(self._columns, (*part.features, *part.labels), strict=True)
-            given = ", ".join(f"{name!r} as {tensor.dtype}" for name, tensor in tensors)
-            raise InvalidInput(
-                f"a layer of the model, or the loss, takes numbers of another type than it was given {given}: "
-                f"{self._where} (float32, or int64 for an Embedding), or cast the tensor in the model's forward."
-            ) from error
+    def __call__(self, model: nn.Module, part: Batch) -> LossResult: ...
 
 
 class ModelLoss(LossFn):
-    """One loss of (output, *labels)."""
-
     def __init__(
         self,
-        loss: Callable[..., torch.Tensor],
+        loss: Callable[..., Tensor],
         weighted: bool,
         precision: str | None = None,
         labels: Sequence[str] = ("label",),
     ) -> None:
-        """labels: names of their columns."""
         self._loss = RowLoss(loss, weighted, labels[0])
         self._forward = _Forward(precision, labels)
 
-    def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult:
+    def __call__(self, model: nn.Module, part: Batch) -> LossResult:
         output = self._forward(model, part)
         summed = self._loss(output, part.labels, part.weights, part.on_host)
-        parts = (output,) if isinstance(output, torch.Tensor) else list_output_parts(output)
+        parts = (output,) if isinstance(output, Tensor) else list_output_parts(output)
         return summed._replace(outputs=_detach(parts))
 
 
@@ -422,7 +367,7 @@ class MultiOutputLoss(LossFn):
 
     def __init__(
         self,
-        losses: Mapping[str, tuple[Callable[..., torch.Tensor], float]],
+        losses: Mapping[str, tuple[Callable[..., Tensor], float]],
         weighted: bool,
         precision: str | None = None,
     ) -> None:
@@ -431,18 +376,16 @@ class MultiOutputLoss(LossFn):
         self._losses = [RowLoss(loss, weighted, label, ahead=True) for label, (loss, _) in losses.items()]
         self._loss_weights = [weight for _, weight in losses.values()]
         self._forward = _Forward(precision, list(losses))
-        # For each loss the factor of its sum over rows: rows of the step / divisor of the loss; 1 before `begin`.
-        self._scales = [1.0] * len(losses)
+        self._scales = [1.0] * len(losses)  # rows of the step / divisor, for each loss
 
     def begin(self, group: Group, batch: Batch, position: Position) -> None:
         own = np.array([self._compute_denominators(part) for part in batch.shares or (batch,)])
         # One after the other, so that the sums over virtual shares do not depend on how ranks divide them.
         whole = np.concatenate(group.allgatherv(own)) if batch.shares else group.allgather(own[0])
         everywhere = whole.sum(axis=0).tolist()
-        # A divisor of 0: the user wants this loss summed.
-        self._scales = [batch.planned / (divisor or 1.0) for divisor in everywhere]
+        self._scales = [batch.planned / (divisor or 1.0) for divisor in everywhere]  # 0: it is summed
 
-    def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult:
+    def __call__(self, model: nn.Module, part: Batch) -> LossResult:
         outputs = list_output_parts(self._forward(model, part))
         if len(outputs) != len(self._losses):
             raise InvalidInput(
@@ -450,26 +393,20 @@ class MultiOutputLoss(LossFn):
                 "each."
             )
         host_labels, host_weights = part.on_host or (part.labels, part.weights)
-        sums = [
-            loss(output, (label,), part.weights, ((host,), host_weights))
-            for loss, output, label, host in zip(self._losses, outputs, part.labels, host_labels, strict=True)
-        ]
+        given = zip(self._losses, outputs, part.labels, host_labels, strict=True)
+        sums = [loss(out, (y,), part.weights, ((host,), host_weights)) for loss, out, y, host in given]
         each = [own.total.to(torch.float64) * scale for own, scale in zip(sums, self._scales, strict=True)]
         total = torch.stack([w * own for w, own in zip(self._loss_weights, each, strict=True)]).sum()
-        logged = {
-            name: (read_later(scaled.detach()), float(len(part)))
-            if loss.is_summed
-            else (read_later(own.total.detach()), own.denominator)
-            for name, loss, own, scaled in zip(self._names, self._losses, sums, each, strict=True)
-        }
+        logged = {}
+        for name, loss, own, scaled in zip(self._names, self._losses, sums, each, strict=True):
+            value, divisor = (scaled, float(len(part))) if loss.is_summed else (own.total, own.denominator)
+            logged[name] = read_later(value.detach()), divisor
         return LossResult(total, float(len(part)), _detach(outputs), logged)
 
     def _compute_denominators(self, part: Batch) -> list[float]:
         labels, weights = part.on_host or (part.labels, part.weights)
-        return [
-            loss.compute_denominator((label,), weights) if len(part) else 0.0
-            for loss, label in zip(self._losses, labels, strict=True)
-        ]
+        pairs = zip(self._losses, labels, strict=True)
+        return [loss.compute_denominator((y,), weights) if len(part) else 0.0 for loss, y in pairs]
 
 
 class FunctionLoss(LossFn):
@@ -480,7 +417,7 @@ class FunctionLoss(LossFn):
         self._loss = RowLoss(return_loss, weighted)
         self._precision = precision
 
-    def __call__(self, model: torch.nn.Module, part: Batch) -> LossResult:
+    def __call__(self, model: nn.Module, part: Batch) -> LossResult:
         with autocast(self._precision):
             value = self._function(model, part.features, part.labels)
         return self._loss(to_float32(value), part.labels, part.weights, part.on_host)
@@ -490,13 +427,12 @@ class _Forward:
     """Computes the model's output, under autocast if a precision is set. Losses get it in float32 or wider."""
 
     def __init__(self, precision: str | None, labels: Sequence[str]) -> None:
-        """labels: names of the label columns, in the order of the outputs."""
         self._precision, self._labels = precision, list(labels)
 
-    def __call__(self, model: torch.nn.Module, part: Batch) -> Any:
+    def __call__(self, model: nn.Module, part: Batch) -> Any:
         with autocast(self._precision):
             output = model(*part.features)
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, Tensor):
             return output.float() if output.dtype in HALVES else output
         if output is None:
             raise InvalidInput("the model returned None: end its forward with a return of its output.")
@@ -516,19 +452,18 @@ def autocast(precision: str | None) -> AbstractContextManager[Any]:
     return torch.autocast(get_process_context().device, dtype=DTYPES[precision])
 
 
-def return_loss(value: Any, *labels: torch.Tensor) -> Any:
-    """The loss of a model or function that has computed its loss already."""
+def return_loss(value: Any, *labels: Tensor) -> Any:
     return value
 
 
 def to_float32(output: Any) -> Any:
     """A copy of a structure of tensors with floats of 16 bits as float32."""
 
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
+    def wide(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype in HALVES else tensor
 
-    return tree_map_only(torch.Tensor, wide, output)
+    return tree_map_only(Tensor, wide, output)
 
 
-def _detach(outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    return tuple(output.detach() for output in outputs if isinstance(output, torch.Tensor))
+def _detach(outputs: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(output.detach() for output in outputs if isinstance(output, Tensor))

@@ -1,9 +1,7 @@
-"""Metrics of an epoch, exact for any division of its rows: every rank receives the rows of the whole step.
+"""Metrics of an epoch, exact for any division of its rows: every rank receives outputs and labels of the whole step.
 
-The ranks exchange outputs and labels once per step. Accumulators are equal on all ranks and part of the state. A metric
-is a function of (output, label) that returns a mean over rows or a number for each row, or an object with `update`,
-`compute` and `reset` (torchmetrics). Gathered rows count once `commit` is called, in the step's apply section. Main
-thread only.
+A metric is a function of (output, label) that returns a mean over rows or a number for each row, or an object with
+`update`, `compute` and `reset` (torchmetrics), which is part of the state. Main thread only.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
@@ -21,6 +20,7 @@ from spark_elastic.training.batch import Arrays, StepMetrics
 from spark_elastic.training.progress import check_metric_names
 from spark_elastic.training.torch.loss import (
     LabelConverter,
+    Labels,
     LossResult,
     RowLoss,
     refuse_broadcast,
@@ -29,18 +29,10 @@ from spark_elastic.training.torch.loss import (
 
 
 class Metrics(StepMetrics):
-    """The metrics of training, or those of validation."""
-
     def __init__(
         self, metrics: Mapping[str, Any], labels: Sequence[str], logs: bool, prefix: str = ""
     ) -> None:
-        """
-        Args:
-            metrics: by name; with several outputs, each is computed for each label.
-            labels: names of the label columns.
-            logs: the loss function reports numbers, too.
-            prefix: of the names of all results.
-        """
+        """metrics: by name; of several outputs, for each label. logs: the loss reports numbers, too."""
         super().__init__()
         self._given = metrics
         self._labels = labels
@@ -51,11 +43,9 @@ class Metrics(StepMetrics):
         self._logs, self._prefix = logs, prefix
         self._objects: dict[str, tuple[str, Any]] = {}  # name -> (name as given, accumulator)
         self._updates = 0
-        # What `add` was given, on its way to the host: by name what each sum is divided by; the sums; the columns.
-        self._coming: list[tuple[dict[str, float], HostCopy, HostCopy | None]] = []
+        self._coming: list[tuple[dict[str, float], HostCopy, HostCopy | None]] = []  # divisors, sums, columns
 
-    def add(self, result: LossResult, labels: Sequence[torch.Tensor]) -> None:
-        """Add a part of this rank's rows."""
+    def add(self, result: LossResult, labels: Sequence[Tensor]) -> None:
         if not (self._given or self._logs):
             return
         sums = [torch.as_tensor(total, dtype=torch.float64) for total, _ in result.logged.values()]
@@ -63,14 +53,14 @@ class Metrics(StepMetrics):
         columns = self._copy_columns(result, labels) if self._given else None
         self._coming.append((divisors, HostCopy(sums), columns))
 
-    def try_rows(self, result: LossResult, labels: Sequence[torch.Tensor], rows: int) -> None:
+    def try_rows(self, result: LossResult, labels: Sequence[Tensor], rows: int) -> None:
         """Compute the metrics of these rows, repeated to so many as a step has: for a trial, without other ranks."""
         if self._given:
             times = -(-rows // len(labels[0]))
             columns = [torch.cat([each] * times)[:rows] for each in self._copy_columns(result, labels).wait()]
             self._update(columns[: -len(labels)], columns[-len(labels) :])
 
-    def _copy_columns(self, result: LossResult, labels: Sequence[torch.Tensor]) -> HostCopy:
+    def _copy_columns(self, result: LossResult, labels: Sequence[Tensor]) -> HostCopy:
         if not result.outputs:
             raise InvalidInput(
                 "metrics need the model's outputs, and found no tensor among them: return tensors, or a tuple, list or "
@@ -110,10 +100,7 @@ class Metrics(StepMetrics):
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        objects = {
-            name: (given, type(metric).__name__, _state_of(metric))
-            for name, (given, metric) in self._objects.items()
-        }
+        objects = {n: (given, type(m).__name__, _state_of(m)) for n, (given, m) in self._objects.items()}
         return {"sums": dict(self.sums), "updates": self._updates, "objects": objects}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,7 +111,7 @@ class Metrics(StepMetrics):
             if type(self._given.get(given)).__name__ == kind  # a run may be resumed with other metrics
         }
 
-    def _update(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
+    def _update(self, outputs: list[Tensor], labels: list[Tensor]) -> None:
         self._updates += 1
         if len(outputs) == 1:
             calls = [("", self._labels[0], outputs[0], tuple(labels))]
@@ -156,8 +143,7 @@ class Metrics(StepMetrics):
 
 
 def _find_class_loss(metric: Any, label: str) -> RowLoss | None:
-    """A metric that is one of torch's losses of classes, whose mean over a step does not show what it was divided by.
-    None: another metric, or one that returns a sum."""
+    """A loss of classes, whose mean does not show its divisor. None: another metric, or one that returns a sum."""
     if not LabelConverter(metric).of_classes:
         return None
     try:
@@ -168,8 +154,7 @@ def _find_class_loss(metric: Any, label: str) -> RowLoss | None:
 
 
 def _average_rows(name: str, value: Any, rows: int) -> float:
-    """What a metric's function returned for these rows: one number, or one for each row, whose mean counts.
-    Raises InvalidInput: it returned something else."""
+    """The mean of what a metric returned, one number or one for each row. Raises InvalidInput: something else."""
     try:
         numbers = torch.as_tensor(value).double()
     except (TypeError, ValueError, RuntimeError):
@@ -184,10 +169,9 @@ def _average_rows(name: str, value: Any, rows: int) -> float:
 
 
 def _convert_labels(
-    metric: Any, converter: LabelConverter, output: torch.Tensor, labels: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """A loss of torch gets labels as in training, torchmetrics get labels (n,) as (n, 1) for an output (n, 1), and the
-    user's own metrics get them unchanged."""
+    metric: Any, converter: LabelConverter, output: Tensor, labels: Labels
+) -> tuple[Tensor, ...]:
+    """torch's losses get labels as in training, torchmetrics (n,) as (n, 1) for such an output, others unchanged."""
     if not type(metric).__module__.startswith("torchmetrics."):
         return converter.match_output(output, converter.convert_classes(labels, output))
     label, *others = labels

@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
@@ -37,12 +40,11 @@ class FrozenCopies:
 
     def __init__(self) -> None:
         # By the parameter's id: itself, its memory and version, elements of it, and the copy.
-        self._kept: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor, Kept]] = {}
+        self._kept: dict[int, tuple[Tensor, tuple[int, int], Tensor, Kept]] = {}
         self._moving: set[int] = set()
-        # Whether nothing was trained yet: what is frozen then, the program makes in each process.
-        self._is_first = True
+        self._is_first = True  # what is frozen now, each process makes
 
-    def take(self, frozen: Mapping[str, torch.Tensor]) -> dict[int, Kept]:
+    def take(self, frozen: Mapping[str, Tensor]) -> dict[int, Kept]:
         """The copies of these parameters, by id; without those that change."""
         held = {name: p for name, p in frozen.items() if id(p) not in self._moving and p.numel()}
         former, self._kept = self._kept, {}
@@ -60,24 +62,21 @@ class FrozenCopies:
         return {key: known[3] for key, known in self._kept.items()}
 
     def list_copies(self) -> dict[tuple[str, int, int], Kept]:
-        """The copies by what they contain."""
         return {kept.key: kept for *_, kept in self._kept.values()}
 
-    def holds(self, tensor: torch.Tensor, kept: Kept) -> bool:
-        """Whether the parameter still has that content."""
+    def holds(self, tensor: Tensor, kept: Kept) -> bool:
         known = self._kept.get(id(tensor))
         if known is None or known[3].key != kept.key or known[1] != (tensor.data_ptr(), tensor._version):
             return False
         (sample,) = _sample([tensor])
         return torch.equal(known[2], sample)
 
-    def put(self, tensor: torch.Tensor, kept: Kept) -> None:
-        """The parameter has got that content."""
+    def put(self, tensor: Tensor, kept: Kept) -> None:
         (sample,) = _sample([tensor])
         self._kept[id(tensor)] = tensor, (tensor.data_ptr(), tensor._version), sample, kept
 
 
-def _copy(name: str, tensor: torch.Tensor, is_made: bool) -> Kept:
+def _copy(name: str, tensor: Tensor, is_made: bool) -> Kept:
     memory, shared = view_bytes(tensor)
     return Kept(_make_key(name, memory), memory.copy() if shared else memory, is_made)
 
@@ -86,7 +85,7 @@ def _make_key(name: str, memory: Bytes) -> tuple[str, int, int]:
     return name, memory.nbytes, zlib.crc32(memory.data)
 
 
-def _sample(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+def _sample(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
     taken = [
         each.detach().as_strided((min(each.numel(), _SAMPLES),), (max(each.numel() // _SAMPLES, 1),)).double()
         for each in tensors
@@ -97,7 +96,7 @@ def _sample(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
     return torch.split(torch.cat(taken).cpu().view(torch.int64), sizes)
 
 
-def view_bytes(tensor: torch.Tensor) -> tuple[Bytes, bool]:
+def view_bytes(tensor: Tensor) -> tuple[Bytes, bool]:
     """Return (its bytes, whether they are the tensor's own memory and not a copy)."""
     if hasattr(tensor, "to_local"):  # a DTensor
         raise InvalidInput(
@@ -115,35 +114,32 @@ _FEW = 64  # most entries of a list, tuple or dict of them; looking through more
 
 
 class TensorRef(NamedTuple):
-    """A tensor in a snapshot."""
-
     extent: Extent | Kept  # its bytes in the memory of the snapshot, or a copy that many snapshots share
     dtype: torch.dtype  # with which these bytes are viewed
     shape: tuple[int, ...]  # () for a scalar
     on_host: bool  # False: it was on the device that the process trains on
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, extent: Extent | Kept) -> TensorRef:
+    def of(cls, tensor: Tensor, extent: Extent | Kept) -> TensorRef:
         return cls(extent, tensor.dtype, tuple(tensor.shape), tensor.device == CPU)
 
 
 class Buffer(NamedTuple):
     """A place for a buffer in a module."""
 
-    owner: torch.nn.Module  # the module that has it
+    owner: Module  # the module that has it
     name: str  # in that module
-    tensor: torch.Tensor | None  # None: it is not set
+    tensor: Tensor | None  # None: it is not set
 
     @property
     def is_saved(self) -> bool:
-        """Whether it is part of `state_dict`."""
         return self.name not in self.owner._non_persistent_buffers_set
 
 
-Parts = Iterable[tuple[str, torch.nn.Module]]
+Parts = Iterable[tuple[str, Module]]
 
 
-def list_buffers(model: torch.nn.Module, parts: Parts | None = None) -> dict[str, Buffer]:
+def list_buffers(model: Module, parts: Parts | None = None) -> dict[str, Buffer]:
     """All buffers by name, also those that two modules share, and those that are not set. parts: of `named_modules`."""
     return {
         f"{path}.{own}" if path else own: Buffer(module, own, buffer)
@@ -152,8 +148,7 @@ def list_buffers(model: torch.nn.Module, parts: Parts | None = None) -> dict[str
     }
 
 
-def put_buffer(model: torch.nn.Module, name: str, value: torch.Tensor | None, *, is_saved: bool) -> None:
-    """Register a buffer, or replace it."""
+def put_buffer(model: Module, name: str, value: Tensor | None, *, is_saved: bool) -> None:
     path, _, own = name.rpartition(".")
     owner = model.get_submodule(path)
     owner._buffers[own] = value
@@ -164,14 +159,14 @@ class Views:
     """Views of tensors as bytes, cached while a tensor stays in its memory: to make one costs microseconds."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor, int, Bytes, Callable[[], int]]] = {}
+        self._known: dict[int, tuple[Tensor, int, Bytes, Callable[[], int]]] = {}
         self._former = self._known
 
     def begin(self) -> None:
         """A capture begins; only tensors of this and of the former one stay known."""
         self._former, self._known = self._known, {}
 
-    def put(self, builder: SnapshotBuilder, tensor: torch.Tensor, *, deferred: bool) -> Extent:
+    def put(self, builder: SnapshotBuilder, tensor: Tensor, *, deferred: bool) -> Extent:
         known = self._former.get(id(tensor)) or self._known.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != tensor.data_ptr():
             if tensor.device != CPU and not hasattr(tensor, "to_local"):
@@ -185,20 +180,34 @@ class Views:
         self._known[id(tensor)] = known
         return builder.add(known[2], known[3] if deferred else None)
 
+    def put_leaf(self, builder: SnapshotBuilder, leaf: Any, *, deferred: bool = False) -> Any:
+        """The reference to a tensor; a copy of anything else."""
+        if isinstance(leaf, Tensor):
+            return TensorRef.of(leaf, self.put(builder, leaf, deferred=deferred))
+        return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else copy.deepcopy(leaf)
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples, with what `change` makes of all else."""
+    if isinstance(value, dict):
+        return {key: map_leaves(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_leaves(item, change) for item in value)
+    return change(value)
+
 
 class ModelStateHandler(SnapshotHandler):
     """A module: see the top of this file."""
 
-    def __init__(self, value: torch.nn.Module) -> None:
+    def __init__(self, value: Module) -> None:
         super().__init__(value)
         self.trained: set[int] = set()  # ids of the parameters that may be copied in the background
-        # Copies of the frozen parameters, for snapshots that are pickled; None: these are copied as others are.
-        self.frozen: FrozenCopies | None = None
+        self.frozen: FrozenCopies | None = None  # for snapshots that are pickled
         self.keeps_parts = False  # it has the same parameters and layers from beginning to end
         self._views = Views()
         self._begin_with_model()
 
-    def set_value(self, value: torch.nn.Module) -> None:
+    def set_value(self, value: Module) -> None:
         super().set_value(value)
         self._begin_with_model()
 
@@ -209,7 +218,7 @@ class ModelStateHandler(SnapshotHandler):
                 "FullyShardedDataParallel leaves a part of the model on each worker, and TorchState holds whole "
                 "models: divide it by fully_shard and use FSDPState."
             )
-        parts, plain = list(self.value.named_modules()), torch.nn.Module.get_extra_state
+        parts, plain = list(self.value.named_modules()), Module.get_extra_state
         self._extra = [(name, part) for name, part in parts if type(part).get_extra_state is not plain]
         self._first_buffers = frozenset(list_buffers(self.value))  # those registered later are the training's
         self._first_attributes = copy.deepcopy(list_attributes(parts))
@@ -217,8 +226,7 @@ class ModelStateHandler(SnapshotHandler):
         self._evaluated: list[str] | None = None  # parts in evaluation mode outside of `evaluate`
 
     def parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """The parameters that each rank has whole, by name."""
-        model: torch.nn.Module = self.value
+        model: Module = self.value
         return model.named_parameters()
 
     @contextmanager
@@ -240,7 +248,7 @@ class ModelStateHandler(SnapshotHandler):
         frozen = {name: p for name, p in self.parameters() if not p.requires_grad}
         kept = {} if self.frozen is None else self.frozen.take(frozen)
 
-        def put(tensor: torch.Tensor) -> TensorRef:
+        def put(tensor: Tensor) -> TensorRef:
             key = id(tensor)
             extent = kept.get(key) or self._views.put(builder, tensor, deferred=key in self.trained)
             return TensorRef.of(tensor, extent)
@@ -250,6 +258,11 @@ class ModelStateHandler(SnapshotHandler):
     def export(self) -> dict[str, Any]:
         """What `capture` returns, with the live tensors themselves."""
         return self._collect(lambda tensor: tensor.detach())
+
+    def copy(self, *, weights: bool) -> dict[str, Any]:
+        """What `export` returns, with copies of the buffers and, if wanted, of the parameters; for `load`."""
+        live = () if weights else set(map(id, self.value.parameters()))
+        return self._collect(lambda each: each.detach() if id(each) in live else each.detach().clone())
 
     def _check_parts(self, now: dict[str, type | None]) -> None:
         before = self._first_parts
@@ -264,7 +277,7 @@ class ModelStateHandler(SnapshotHandler):
                 "prunes or swaps layers), which others and the fitted model cannot take over: build it before the fit."
             )
 
-    def _collect(self, put: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    def _collect(self, put: Callable[[Tensor], Any]) -> dict[str, Any]:
         named, parts = list(self.parameters()), list(self.value.named_modules())
         if self.keeps_parts:
             self._check_parts(_name_parts(parts, named))
@@ -306,7 +319,7 @@ class ModelStateHandler(SnapshotHandler):
         for name, module in self._extra:
             module.set_extra_state(copy.deepcopy(values["extra"][name]))
 
-    def _load_parameter(self, parameter: torch.Tensor, ref: Any, memory: Bytes) -> None:
+    def _load_parameter(self, parameter: Tensor, ref: Any, memory: Bytes) -> None:
         kept = ref.extent if isinstance(ref, TensorRef) and isinstance(ref.extent, Kept) else None
         if kept is None or self.frozen is None:
             parameter.copy_(view_tensor(ref, memory))
@@ -350,31 +363,26 @@ def list_attributes(parts: Parts) -> dict[tuple[str, str], Any]:
 def _is_plain(value: Any) -> bool:
     kind = type(value)
     if kind in (list, tuple, dict):
-        return len(value) <= _FEW and all(
-            map(_is_plain, (*value, *value.values()) if kind is dict else value)
-        )
+        entries = (*value, *value.values()) if kind is dict else value
+        return len(value) <= _FEW and all(map(_is_plain, entries))
     return kind in PLAIN or isinstance(value, np.generic)
 
 
 class OptimizerStateHandler(SnapshotHandler):
     """Groups, settings and state of an optimizer; what `state_dict` returns, if its class has one of its own."""
 
-    def __init__(self, value: torch.optim.Optimizer) -> None:
+    def __init__(self, value: Optimizer) -> None:
         super().__init__(value)
         # Returns all parameters that a group may hold, by names that are the same in all processes.
         self.list_parameters: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]] = lambda: ()
         self._views = Views()
-        # The ids of the groups' parameters, and their names.
-        self._named: tuple[list[list[int]], list[list[str | None]]] = [], []
 
     @property
     def has_own_format(self) -> bool:
         """Whether the optimizer's class has a `state_dict` or `load_state_dict` of its own."""
         kind = type(self.value)
-        return any(
-            not method.__module__.startswith(("torch.optim.", "accelerate."))
-            for method in (kind.state_dict, kind.load_state_dict)
-        )
+        places = [method.__module__ for method in (kind.state_dict, kind.load_state_dict)]
+        return not all(place.startswith(("torch.optim.", "accelerate.")) for place in places)
 
     def capture(self, builder: SnapshotBuilder) -> Any:
         if is_of(self.value, "torch.distributed.optim", "ZeroRedundancyOptimizer"):
@@ -389,13 +397,10 @@ class OptimizerStateHandler(SnapshotHandler):
         groups, state = self.value.param_groups, self.value.state
         plain = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         settings = self._add_tensors(plain, builder, deferred=False)
-        others = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-        return (
-            names,
-            settings,
-            [self._add_tensors(state.get(p), builder, deferred=True) for g in groups for p in g["params"]],
-            self._add_tensors(others, builder, deferred=False),
-        )
+        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        parameters = [p for group in groups for p in group["params"]]
+        states = [self._add_tensors(state.get(p), builder, deferred=True) for p in parameters]
+        return names, settings, states, self._add_tensors(others, builder, deferred=False)
 
     def load(self, values: Any, memory: Bytes) -> None:
         names, *rest = values
@@ -417,22 +422,18 @@ class OptimizerStateHandler(SnapshotHandler):
                 state.pop(parameter, None)
             else:
                 state[parameter] = load_value(saved, state.get(parameter), memory, parameter.device)
-        for key in [key for key in state if not isinstance(key, torch.Tensor) and key not in others]:
+        for key in [key for key in state if not isinstance(key, Tensor) and key not in others]:
             del state[key]
         for key, saved in others.items():
             state[key] = load_value(saved, state.get(key), memory, device)
 
     def _name_groups(self) -> list[list[str | None]]:
         """The names of the parameters of each group; None: a parameter that has none."""
-        groups = [[id(p) for p in group["params"]] for group in self.value.param_groups]
-        if groups != self._named[0]:
-            known = {id(parameter): name for name, parameter in self.list_parameters()}
-            self._named = groups, [[known.get(each) for each in group] for group in groups]
-        return self._named[1]
+        known = {id(parameter): name for name, parameter in self.list_parameters()}
+        return [[known.get(id(p)) for p in group["params"]] for group in self.value.param_groups]
 
     def _restore_groups(self, saved: list[list[str | None]]) -> None:
-        """Let the groups hold the parameters that they held when the state was saved, wherever a step, a callback or
-        another process has added, removed or replaced some."""
+        """Let the groups hold what they held when the state was saved, whatever has changed them since."""
         optimizer, mine = self.value, self._name_groups()
         if mine == saved and all(name is not None for group in saved for name in group):
             return
@@ -458,35 +459,29 @@ class OptimizerStateHandler(SnapshotHandler):
                     given = named if "param_names" in groups[0] else own
                     optimizer.add_param_group({**like, "params": given})
         held = {id(parameter) for group in groups for parameter in group["params"]}
-        for key in [key for key in optimizer.state if isinstance(key, torch.Tensor) and id(key) not in held]:
+        for key in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in held]:
             del optimizer.state[key]
         follow = getattr(optimizer, "follow_groups", None)  # a DistributedOptimizer exchanges what it trains
         if follow is not None:
             follow()
 
     def reset(self) -> None:
-        """Drop the gradients of the former world."""
         self.value.zero_grad()
 
-    def _add_tensors(self, value: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
-        if isinstance(value, torch.Tensor):
-            return TensorRef.of(value, self._views.put(builder, value, deferred=deferred))
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if isinstance(value, dict):
-            return {key: self._add_tensors(item, builder, deferred=deferred) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._add_tensors(item, builder, deferred=deferred) for item in value)
-        return copy.deepcopy(value)
+    def _add_tensors(self, values: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
+        return map_leaves(values, lambda leaf: self._add_leaf(leaf, builder, deferred=deferred))
+
+    def _add_leaf(self, leaf: Any, builder: SnapshotBuilder, *, deferred: bool) -> Any:
+        return self._views.put_leaf(builder, leaf, deferred=deferred)
 
 
-def find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def find_hooked(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself; that within a wrapper without hooks of its own, such as Accelerate's."""
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer
     for name in ("optimizer", "optim"):
         inner = getattr(optimizer, name, None)
-        if isinstance(inner, torch.optim.Optimizer):
+        if isinstance(inner, Optimizer):
             return find_hooked(inner)
     raise InvalidInput(
         f"{type(optimizer).__name__} has neither step hooks nor an optimizer with them as `optimizer` or `optim`: call "
@@ -494,7 +489,7 @@ def find_hooked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     )
 
 
-def multiply_rates(optimizer: torch.optim.Optimizer, times: int) -> None:
+def multiply_rates(optimizer: Optimizer, times: int) -> None:
     """Multiply every group's learning rate, and the first rate that a scheduler made before has noted."""
     for group in optimizer.param_groups:
         for name in ("lr", "initial_lr"):
@@ -502,21 +497,20 @@ def multiply_rates(optimizer: torch.optim.Optimizer, times: int) -> None:
                 group[name] = group[name] * times
 
 
-def find_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+def find_device(tensors: Iterable[Tensor]) -> torch.device:
     """Where they are that are not on the host."""
     return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), torch.device("cpu"))
 
 
 def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> Any:
-    """Return the value that was saved, in the live tensor if shape and dtype fit.
-    device: for tensors that were not on the host."""
-    if isinstance(saved, TensorRef | torch.Tensor):
+    """The value that was saved, in the live tensor if it fits. device: for tensors that were not on the host."""
+    if isinstance(saved, TensorRef | Tensor):
         arrived = view_tensor(saved, memory)
-        if isinstance(live, torch.Tensor) and _are_alike(live, arrived):
+        if isinstance(live, Tensor) and _are_alike(live, arrived):
             with torch.no_grad():
                 return live.copy_(arrived)
-        on_host = isinstance(saved, torch.Tensor) or saved.on_host
-        return arrived.clone() if on_host else arrived.to(device)
+        on_host = isinstance(saved, Tensor) or saved.on_host
+        return arrived.clone() if on_host else arrived.to(device, copy=True)
     if isinstance(saved, dict):
         known = live if isinstance(live, dict) else {}
         return {key: load_value(item, known.get(key), memory, device) for key, item in saved.items()}
@@ -525,13 +519,13 @@ def load_value(saved: Any, live: Any, memory: Bytes, device: torch.device) -> An
     return copy.deepcopy(saved)
 
 
-def _are_alike(tensor: torch.Tensor, ref: TensorRef | torch.Tensor) -> bool:
+def _are_alike(tensor: Tensor, ref: TensorRef | Tensor) -> bool:
     return (tuple(tensor.shape), tensor.dtype) == (tuple(ref.shape), ref.dtype)
 
 
-def view_tensor(ref: TensorRef | torch.Tensor, memory: Bytes) -> torch.Tensor:
+def view_tensor(ref: TensorRef | Tensor, memory: Bytes) -> Tensor:
     """A tensor of a snapshot, as a view of its memory, or of an export, which is the tensor itself."""
-    if isinstance(ref, torch.Tensor):
+    if isinstance(ref, Tensor):
         return ref
     held = ref.extent.of(memory)
     if not held.nbytes:
@@ -563,15 +557,9 @@ def _check_same(mine: dict[str, torch.nn.Parameter], theirs: Mapping[str, Any]) 
 # ---- what ranks hold alike
 
 
-def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -> str | None:
-    """Compare which parameters are frozen, which parts are in evaluation mode, and the buffers, over the ranks.
-
-    Statistics of normalization layers are not compared: each rank may keep those of its own rows. Collective.
-
-    Returns a sentence on the first object that differs; None: nothing does. The same on all ranks.
-
-    counts: this rank's state is one that others should have; False: it takes part without one.
-    """
+def find_difference(group: Group, model: Module, counts: bool = True) -> str | None:
+    """A sentence on the first part, mode or buffer that differs between ranks, or None; the same on all. Collective.
+    Statistics of normalization may differ. counts: False: this rank has no state that others should have."""
     own = dict(_describe_parts(model)) if counts else None
     described = json.dumps(own).encode()
     digests = group.allgather(np.array([zlib.crc32(described), counts], np.int64)).tolist()
@@ -591,7 +579,7 @@ def find_difference(group: Group, model: torch.nn.Module, counts: bool = True) -
     return None
 
 
-def _describe_parts(model: torch.nn.Module) -> Iterator[tuple[str, tuple[int, str]]]:
+def _describe_parts(model: Module) -> Iterator[tuple[str, tuple[int, str]]]:
     for name, parameter in model.named_parameters():
         yield f"parameter {name!r}", (0, "trained" if parameter.requires_grad else "frozen")
     for name, part in model.named_modules():

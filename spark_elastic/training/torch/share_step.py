@@ -1,17 +1,15 @@
 """A step in bitwise mode: computed by virtual shares, whose results are brought together alike in every world.
 
-Which rows a share has, the numbers that it draws and the buffers that it begins with do not depend on the rank that
-computes it. Gradients are added in the tree of `gradients.share_mode`. Losses and buffers of all shares are gathered by
-every rank and added one after the other.
+A share's rows, random numbers and first buffers do not depend on the rank that computes it. Gradients are added in the
+tree of `gradients.share_mode`; losses and buffers of all shares are gathered, and added one after the other.
 
-Against silent corruption other ranks compute one share, too, now and then, and compare the bits of its gradients. Every
-rank draws the same share and the same witnesses from the position. A witness reads the share's rows itself and computes
-with its own weights, so a flipped bit in rows, weights or arithmetic of any of them shows. All ranks learn the outcome
-alike, before the step is applied. Main thread only.
+Against silent corruption other ranks, drawn by all from the position, compute a share, too, now and then, from rows
+that they read themselves, and compare the bits of its gradients, before the step is applied. Main thread only.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections import Counter
@@ -20,13 +18,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import Division, compute_share_bounds, draw_permutation
-from spark_elastic.gradients.devices import CPU, HostSum
+from spark_elastic.gradients.devices import HostSum
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
@@ -37,7 +35,7 @@ from spark_elastic.training.torch.buffers import (
     copy_attributes,
     restore_attributes,
 )
-from spark_elastic.training.torch.determinism import is_aligned
+from spark_elastic.training.torch.determinism import align_batch
 from spark_elastic.training.torch.loss import Batch
 from spark_elastic.training.torch.module_state import view_bytes
 from spark_elastic.training.torch.spec import BatchBuilder
@@ -50,8 +48,6 @@ MAX_WITNESSES = 2  # one shows a difference, the second decides who is wrong
 
 
 class ShareCheck(NamedTuple):
-    """A virtual share that several ranks compute."""
-
     share: int  # its number among the step's shares
     owner: int  # the rank whose share it is
     witnesses: tuple[int, ...]  # one or two ranks that compute it, too
@@ -64,8 +60,7 @@ class GradientDigest:
         self._gradients: dict[int, bytes] = {}  # by parameter
         self.loss: tuple[float, float] = 0.0, 0.0
 
-    def add(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Add the gradient of a parameter; None: the share has none."""
+    def add(self, index: int, gradient: Tensor | None) -> None:
         if gradient is None:
             return
         dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
@@ -88,8 +83,7 @@ class ShareChecker:
         transformation: BatchTransformation | None,
         build: Callable[[StepRows, int], Batch],
     ) -> None:
-        """every: so many steps. transformation: what the rows go through first; None: nothing.
-        build: makes the batch of virtual shares of a rank from its rows."""
+        """every: so many steps. build: makes the batch of virtual shares of a rank from its rows."""
         self._spec, self._every, self._transformation, self._build = spec, every, transformation, build
         self._reader, self._loader = spec.open_reader(spec.rows)
 
@@ -106,7 +100,6 @@ class ShareChecker:
         return ShareCheck(share, owner, tuple(others[number] for number in drawn))
 
     def read(self, check: ShareCheck, position: Position) -> Batch:
-        """The share's rows, read by this rank."""
         shares = self._spec.plan.shares
         each_alone = Division.equal(shares, shares)
         with self._loader.steps(position.epoch, position.step, check.share, shares, each_alone) as steps:
@@ -117,8 +110,7 @@ class ShareChecker:
         return self._build(rows, check.share).shares[0]
 
     def judge(self, check: ShareCheck, group: Group, own: GradientDigest | None) -> None:
-        """Compare what the ranks found. Collective. own: what this rank found; None if it does not take part.
-        Raises StepDisputed: they differ; on every rank alike."""
+        """Compare what the ranks found. Collective. Raises StepDisputed: they differ; on every rank alike."""
         found = group.allgather_bytes(b"" if own is None else own.digest())
         ranks = (check.owner, *check.witnesses)
         ((most, times), *others) = Counter(found[rank] for rank in ranks).most_common()
@@ -142,12 +134,7 @@ class ShareChecker:
         self._reader.close()
 
 
-Floats = npt.NDArray[np.float64]
-
-
 class ShareStep(TrainStep):
-    """Takes steps whose batches have virtual shares."""
-
     checker: ShareChecker | None = None  # has some shares computed by several ranks; None: no share is
     _attributes: Attributes  # of the model's parts, as the newest share left them
 
@@ -162,7 +149,8 @@ class ShareStep(TrainStep):
         if self.checker is not None and batch.division is not None:
             check = self.checker.draw(position, batch.division)
         if check is not None and group.rank in check.witnesses:
-            self._witness(check, digest, batch.planned, before)
+            self._witness(check, digest, batch.planned)
+            before.restore()
         self._exchange.clear_and_begin(group, 0, batch.division)
         self._buffers.begin()
         losses = []
@@ -187,8 +175,7 @@ class ShareStep(TrainStep):
             return of_all[0].compute(), of_all[1]
         own = [(loss.compute(), denominator) for loss, denominator in losses]
         total, denominator = sum_over_shares(group, own)
-        # All ranks have the same sums, so the step summary has them once.
-        return (total, denominator) if group.rank == 0 else (0.0, 0.0)
+        return (total, denominator) if group.rank == 0 else (0.0, 0.0)  # all ranks have the same sums
 
     def _compute_from_shares(
         self, step_loss: StepLoss, group: Group, batch: Batch, before: BufferSnapshot
@@ -201,7 +188,6 @@ class ShareStep(TrainStep):
         return step_loss.compute(group, batch, self.key, self._metrics, self._scaling.backward, self.work)
 
     def _backward_share(self, parts: Sequence[Batch], number: int, planned: int) -> tuple[HostSum, float]:
-        """`_backward` of a share. planned: rows of the step."""
         if self._step_loss is None:
             with seeded_rng(*self.key, number):
                 return self._backward(parts)
@@ -209,9 +195,7 @@ class ShareStep(TrainStep):
         self._run_parts(parts, number, self._step_loss.backward)
         return HostSum(), 0.0
 
-    def _witness(
-        self, check: ShareCheck, digest: GradientDigest, planned: int, before: BufferSnapshot
-    ) -> None:
+    def _witness(self, check: ShareCheck, digest: GradientDigest, planned: int) -> None:
         """Compute another rank's share, of which nothing but the digest stays."""
         assert self.checker is not None
         self._exchange.clear()
@@ -227,12 +211,11 @@ class ShareStep(TrainStep):
             digest.loss = 1.0, 0.0
         for index, parameter in enumerate(self._exchange.parameters):
             digest.add(index, parameter.grad)
-        before.restore()
 
     def _exchange_buffers(self, group: Group, batch: Batch, before: BufferSnapshot) -> bool:
-        def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+        def reduce(tensors: list[Tensor], op: str) -> Tensor:
             gathered = np.concatenate(group.allgatherv(torch.stack(tensors).numpy()))
-            return torch.from_numpy(_sum_rows(gathered) if op == "sum" else gathered.max(axis=0))
+            return torch.from_numpy(functools.reduce(np.add if op == "sum" else np.maximum, gathered))
 
         rows = next((share for share in batch.shares if len(share)), batch)
         self._buffers.exchange(group, before, rows, self._try, reduce)
@@ -244,22 +227,14 @@ class ShareStep(TrainStep):
 
 
 def sum_over_shares(group: Group, own: Sequence[Sequence[float]]) -> list[float]:
-    """The sums of some numbers of each share over all shares, one after the other. Collective.
-    own: of this rank's shares, in order."""
-    total: list[float] = _sum_rows(np.concatenate(group.allgatherv(np.array(own, np.float64)))).tolist()
-    return total
-
-
-def _sum_rows(rows: Floats) -> Floats:
-    total: Floats = rows[0].copy()
-    for row in rows[1:]:
-        total += row
+    """The sums over all shares, one after the other. Collective. own: of this rank's shares, in order."""
+    rows = np.concatenate(group.allgatherv(np.array(own, np.float64)))
+    total: list[float] = functools.reduce(np.add, rows).tolist()
     return total
 
 
 def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> Batch:
-    """The batch of this rank, with a batch for each of its virtual shares, which begins at the same alignment on every
-    rank."""
+    """This rank's batch, with a batch for each virtual share, which begins at the same alignment on every rank."""
     shares, (first, past) = rows.division.cuts[-1], rows.division.get_rank_parts(rank)
     start = compute_share_bounds(rows.planned, shares, first)[0]
     parts = []
@@ -271,9 +246,5 @@ def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> Batch:
 
 
 def _align(batch: Batch) -> Batch:
-    def align(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device != CPU or is_aligned(tensor) else tensor.clone()
-
-    weights = None if batch.weights is None else align(batch.weights)
-    features, labels = (tuple(map(align, side)) for side in (batch.features, batch.labels))
-    return replace(batch, features=features, labels=labels, weights=weights)
+    sides = {name: getattr(batch, name) for name in ("features", "labels", "weights")}
+    return replace(batch, **align_batch(sides))

@@ -1,9 +1,7 @@
 """The user's objects of a torch training, their digests, the optimizer, and the batches that model and loss receive.
 
-`TorchUserObjects` is shipped to the workers. Its digests are equal in every process, so that a resumed run can be
-compared with the run that it continues (R19, resuming a run). The digest of the initial weights alone may differ: a
-process that sets no seed draws new ones. Digests only read; where something must be built, it is built on a copy. Any
-thread.
+Digests are equal in every process, to compare a resumed run (R19, resuming a run); that of the weights may differ, if
+no seed was set. They only read; where something must be built, it is built on a copy. Any thread.
 """
 
 from __future__ import annotations
@@ -17,6 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
@@ -44,7 +45,6 @@ from spark_elastic.training.torch.lightning import (
 )
 from spark_elastic.training.torch.loss import (
     Batch,
-    DtypeHints,
     FunctionLoss,
     LossFn,
     ModelLoss,
@@ -62,7 +62,7 @@ from spark_elastic.training.transformation import (
 # ---- digests
 
 
-def digest_module(module: torch.nn.Module) -> str:
+def digest_module(module: Module) -> str:
     """Digest of a module's classes, their code, settings and shapes of tensors, without the values of its weights."""
     classes = {kind: describe_class(kind) for kind in {type(part) for part in module.modules()}}
     named = module.named_modules()
@@ -75,17 +75,17 @@ def digest_module(module: torch.nn.Module) -> str:
 def digest_loss(loss: Any) -> str:
     """Digest of a loss function, or of a loss module with the values of its tensors, such as class weights."""
     loss = find_loss_module(loss)
-    if not isinstance(loss, torch.nn.Module):
+    if not isinstance(loss, Module):
         return digest(loss)
     return digest([digest_module(loss), digest_weights(loss)])
 
 
-def digest_optimizer(model: torch.nn.Module, given: Any) -> str:
+def digest_optimizer(model: Module, given: Any) -> str:
     """Digest of an optimizer's class and the settings of its groups. given: as `TorchUserObjects.optimizer`."""
-    is_optimizer = isinstance(given, torch.optim.Optimizer)
+    is_optimizer = isinstance(given, Optimizer)
     optimizer = given if is_optimizer else build_optimizer(copy.deepcopy(model), given, None)[0]
     groups = [
-        {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
     ]
     return digest([describe_class(type(optimizer)), groups])
@@ -97,7 +97,7 @@ def digest_callbacks(callbacks: tuple[Any, ...]) -> str:
     return digest([(describe_class(type(each)), *sorted(_list_settings(each))) for each in kept])
 
 
-def digest_schedules(model: torch.nn.Module, given: Any, callbacks: tuple[Any, ...]) -> str:
+def digest_schedules(model: Module, given: Any, callbacks: tuple[Any, ...]) -> str:
     """Digest of the user's learning rate functions and of the schedulers that a LightningModule builds."""
     found = [to_text(each.binding) for each in callbacks if isinstance(each, LearningRateSchedule)]
     if given is None:
@@ -114,8 +114,7 @@ def _describe_scheduler(scheduler: Any) -> list[Any]:
     return [describe_class(type(scheduler)), settings, *inner]
 
 
-def digest_weights(module: torch.nn.Module) -> str:
-    """Digest of all values of a module's state: 16 hex digits."""
+def digest_weights(module: Module) -> str:
     hasher = hashlib.sha256()
     for name, tensor in _list_tensors(module):
         hasher.update(name.encode())
@@ -123,8 +122,8 @@ def digest_weights(module: torch.nn.Module) -> str:
     return hasher.hexdigest()[:16]
 
 
-def _list_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, value) for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)]
+def _list_tensors(module: Module) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in module.state_dict().items() if isinstance(value, Tensor)]
 
 
 def _list_settings(thing: Any) -> list[tuple[str, str]]:
@@ -144,21 +143,20 @@ def _list_settings(thing: Any) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class TorchUserObjects:
-    """The objects that the user gave to the estimator, checked."""
-
-    model: torch.nn.Module  # may be a LightningModule
+    model: Module  # may be a LightningModule
     # Over the model's parameters and pickled together with it, or a function that builds one; None: the model is a
     # LightningModule, which builds its own.
     optimizer: Any
-    # One loss of (output, *labels), or one for each label; (): `train_minibatch_fn` or the model computes the loss.
-    losses: tuple[Callable[..., torch.Tensor], ...]
+    losses: tuple[Callable[..., Tensor], ...]  # for each label; (): the model computes the loss
     loss_weights: tuple[float, ...] = ()  # factor of each of several losses; (): there is at most one
     metrics: Mapping[str, Any] = field(default_factory=dict)  # functions or torchmetrics objects, by name
     callbacks: tuple[Callback, ...] = ()  # called in this order
-    # The user's own forward pass and loss of a part of a batch.
-    train_minibatch_fn: Callable[..., Any] | None = None
+    train_minibatch_fn: Callable[..., Any] | None = None  # the user's own forward pass and loss
     transformation: Transformation | None = None  # the user's function of the columns of a batch, by name
     watched: tuple[str, ...] = ()  # names of the numbers of an epoch that callbacks and schedules read
+    activation: str | None = (
+        None  # what makes probabilities of the outputs, by the loss; None: it does not say
+    )
 
     def identity(self) -> dict[str, str]:
         """Digests of the objects that may not change later (R19, resuming a run), by the names that errors use."""
@@ -174,23 +172,17 @@ class TorchUserObjects:
         }
 
     def loss_fn(self, spec: TrainSpec) -> LossFn:
-        columns = [*(column.name for column in spec.features), *spec.config.data.label_cols]
-        return DtypeHints(self._select_loss(spec, columns), columns, self.transformation is not None)
-
-    def _select_loss(self, spec: TrainSpec, columns: list[str]) -> LossFn:
-        weighted = spec.config.data.sample_weight_col is not None
+        data, precision = spec.config.data, spec.config.optimizer.precision
+        weighted = data.sample_weight_col is not None
         if self.train_minibatch_fn is not None:
-            return FunctionLoss(self.train_minibatch_fn, weighted, spec.config.optimizer.precision)
+            return FunctionLoss(self.train_minibatch_fn, weighted, precision)
         if not self.losses:
-            return LightningLoss(weighted, build_trainer_plan(spec), spec.config.optimizer.precision, columns)
+            columns = [*(column.name for column in spec.features), *data.label_cols]
+            return LightningLoss(weighted, build_trainer_plan(spec), precision, columns)
         if len(self.losses) == 1:
-            return ModelLoss(
-                self.losses[0], weighted, spec.config.optimizer.precision, spec.config.data.label_cols
-            )
-        pairs = zip(
-            spec.config.data.label_cols, zip(self.losses, self.loss_weights, strict=True), strict=True
-        )
-        return MultiOutputLoss(dict(pairs), weighted, spec.config.optimizer.precision)
+            return ModelLoss(self.losses[0], weighted, precision, data.label_cols)
+        losses = zip(self.losses, self.loss_weights, strict=True)
+        return MultiOutputLoss(dict(zip(data.label_cols, losses, strict=True)), weighted, precision)
 
 
 def build_trainer_plan(spec: TrainSpec) -> TrainerPlan:
@@ -202,30 +194,17 @@ def build_trainer_plan(spec: TrainSpec) -> TrainerPlan:
 
 
 def build_optimizer(
-    model: torch.nn.Module,
-    given: Any,
-    learning_rate: float | None,
-    times: int = 1,
-    trainer: TrainerPlan = TRIAL,
-) -> tuple[torch.optim.Optimizer, tuple[Callback, ...]]:
-    """Return (the optimizer, the schedules that came with it).
-
-    Args:
-        given: `TorchUserObjects.optimizer`.
-        learning_rate: of all groups.
-        times: factor of the rates, also of those that a schedule made before starts from.
-        trainer: the module's `self.trainer` in `configure_optimizers`.
-
-    Raises:
-        InvalidInput: the optimizer cannot be used here; the sentence says why.
-    """
+    model: Module, given: Any, learning_rate: float | None, times: int = 1, trainer: TrainerPlan = TRIAL
+) -> tuple[Optimizer, tuple[Callback, ...]]:
+    """The optimizer, and the schedules that came with it. Raises InvalidInput: it cannot be used here.
+    times: factor of the rates, also of those that a schedule starts from. trainer: for `configure_optimizers`."""
     schedules: tuple[Callback, ...] = ()
     if given is None:
         with attach_trainer(model, trainer):
             given, schedules = call_configure_optimizers(model)
-    elif not isinstance(given, torch.optim.Optimizer):
+    elif not isinstance(given, Optimizer):
         given = given(model.parameters())
-    if not isinstance(given, torch.optim.Optimizer):
+    if not isinstance(given, Optimizer):
         raise InvalidInput(
             f"optimizer must return a torch optimizer when called with parameters; it returned {type(given).__name__}."
         )
@@ -235,20 +214,7 @@ def build_optimizer(
     return given, schedules
 
 
-def check_steps_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step needs a closure, such as LBFGS or SAM. optimizer: of a trial, without gradients.
-    Raises InvalidInput: its step needs a closure."""
-    try:
-        optimizer.step()
-    except Exception as error:  # it may fail for lack of what only a training has
-        if "closure" in str(error):
-            raise InvalidInput(
-                f"optimizer is {type(optimizer).__name__}, whose step evaluates the loss several times (a closure): a "
-                "step here has one forward and one backward pass, so use an optimizer whose step() needs no closure."
-            ) from None
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def _set_rate(optimizer: Optimizer, rate: float) -> None:
     """Set the rate of all groups; a schedule made before starts from it, and keeps its first factor."""
     for group in optimizer.param_groups:
         first = group.get("initial_lr")
@@ -275,21 +241,12 @@ class BatchBuilder:
         reshapes: bool = True,
         copier: DeviceCopier | None = None,
     ) -> None:
-        """
-        Args:
-            features: in the shapes that the model receives, which may differ from the stored ones.
-            labels: names of the label columns; weight: name of the column with sample weights.
-            dtype: of the model's floating point parameters; floating point columns are cast to it, labels and weights
-                at least to float32, since 16 bits do not hold class 257.
-            reshapes: whether feature columns get these shapes; what a transformation made of them keeps its own.
-            copier: copies to the device of the model; None: that is the CPU.
-        """
+        """features: in the shapes that the model takes. dtype: of the model; labels are float32 at least, since 16
+        bits do not hold class 257. reshapes: False: a transformation chose the shapes. copier: None: the CPU."""
         self._features, self._labels, self._weight, self._copier = features, labels, weight, copier
         self._shared = {c.name for c in features} & set(labels)  # columns that are both
         self._dtype = dtype
-        self._label_dtype = torch.promote_types(
-            dtype, torch.float32
-        )  # of floating point labels and of weights
+        self._label_dtype = torch.promote_types(dtype, torch.float32)  # of floats, also of weights
         self._label_shapes, self._reshapes = label_shapes, reshapes
 
     def build(self, rows: StepRows) -> Batch:
@@ -308,7 +265,7 @@ class BatchBuilder:
         sent_weights = None if weights is None else copier.copy(weights, weights.dtype)
         return replace(batch, labels=sent, weights=sent_weights, on_host=(labels, weights))
 
-    def _feature(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> torch.Tensor:
+    def _feature(self, array: npt.NDArray[Any], shape: tuple[int, ...]) -> Tensor:
         if self._copier is None:
             tensor = self._tensor(array, self._dtype)
         else:
@@ -316,7 +273,7 @@ class BatchBuilder:
             tensor = self._copier.copy(given, _choose_dtype(given, self._dtype))
         return tensor.reshape(-1, *shape) if self._reshapes and tensor.shape[1:] != shape else tensor
 
-    def _label_tensors(self, columns: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    def _label_tensors(self, columns: Mapping[str, Any]) -> tuple[Tensor, ...]:
         pairs = [(name, self._tensor(columns[name], self._label_dtype)) for name in self._labels]
         # A copy if the column is a feature, too: the model may write to its features.
         tensors = tuple(tensor.clone() if name in self._shared else tensor for name, tensor in pairs)
@@ -324,13 +281,13 @@ class BatchBuilder:
             return tensors
         return tuple(t.reshape(-1, *s) for t, s in zip(tensors, self._label_shapes, strict=True))
 
-    def _tensor(self, array: npt.NDArray[np.generic], floats: torch.dtype) -> torch.Tensor:
+    def _tensor(self, array: npt.NDArray[np.generic], floats: torch.dtype) -> Tensor:
         tensor = torch.from_numpy(refuse_large_numbers(array))
         dtype = _choose_dtype(tensor, floats)
         return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-def _choose_dtype(tensor: torch.Tensor, floats: torch.dtype) -> torch.dtype:
+def _choose_dtype(tensor: Tensor, floats: torch.dtype) -> torch.dtype:
     """Floating point numbers become `floats`; integers, which are class labels or indices, become int64."""
     if tensor.dtype.is_floating_point:
         return floats
@@ -338,7 +295,7 @@ def _choose_dtype(tensor: torch.Tensor, floats: torch.dtype) -> torch.dtype:
 
 
 def make_batch_builder(
-    spec: TrainSpec, objects: TorchUserObjects, model: torch.nn.Module, copier: DeviceCopier | None = None
+    spec: TrainSpec, objects: TorchUserObjects, model: Module, copier: DeviceCopier | None = None
 ) -> BatchBuilder:
     """The builder of the batches that this model, or a copy of it, trains on. copier: to a device but the CPU."""
     return BatchBuilder(

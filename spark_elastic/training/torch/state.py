@@ -7,17 +7,18 @@ works in any thread.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.devices import CPU
 from spark_elastic.gradients.host_memory import get_dtype_name
 from spark_elastic.protocol.types import START, Position
 from spark_elastic.runs.snapshot import Extent, Snapshot, SnapshotBuilder
@@ -28,8 +29,9 @@ from spark_elastic.training.torch.module_state import (
     OptimizerStateHandler,
     TensorRef,
     Views,
+    load_value,
+    map_leaves,
     view_bytes,
-    view_tensor,
 )
 
 # Keys of dicts of one entry that stand for ...
@@ -43,8 +45,7 @@ def move_to_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dev
         return
     model.to(device)
     for group in optimizer.param_groups:
-        # Else torch wants their counter on the host
-        steps_there = group.get("fused") or group.get("capturable")
+        steps_there = group.get("fused") or group.get("capturable")  # else torch wants them on the host
         for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and (key != "step" or steps_there):
@@ -61,14 +62,12 @@ class TorchTrainingState:
         schedulers: Sequence[Any] = (),
         progress: TrainingProgress | None = None,
     ) -> None:
-        """schedulers: anything with `state_dict` and `load_state_dict`."""
         self.model = model
         self.optimizer = optimizer
         self.module, self._optimizer = ModelStateHandler(model), OptimizerStateHandler(optimizer)
         self.module.keeps_parts = True
         self._optimizer.list_parameters = model.named_parameters
-        # How the values of the ranks become one, by the name of a buffer that forward passes write: see `MERGES`.
-        self.merges: dict[str, str] = {}
+        self.merges: dict[str, str] = {}  # one of `MERGES`, by name of a buffer
         self.schedulers = list(schedulers)
         self.progress = progress or TrainingProgress()
         self.position: Position = START
@@ -78,32 +77,22 @@ class TorchTrainingState:
         return TorchCodec()
 
     def capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
-        """See `TrainingState.capture`."""
+        add = partial(Views().put_leaf, builder)
         return {
             "model": self.module.capture(builder),
             "optimizer": self._optimizer.capture(builder),
-            "schedulers": self._add_tensors([each.state_dict() for each in self.schedulers], builder),
+            "schedulers": map_leaves([each.state_dict() for each in self.schedulers], add),
             "classes": name_classes(self.schedulers),
-            "progress": copy.deepcopy(self.progress.to_values()),
-            "rng": self._add_tensors(rng_state(), builder),
+            "progress": self.progress.to_values(),
+            "rng": map_leaves(rng_state(), add),
             "merges": dict(self.merges),
         }
 
-    def _add_tensors(self, values: Any, builder: SnapshotBuilder) -> Any:
-        views = Views()
-
-        def add(tensor: torch.Tensor) -> TensorRef:
-            return TensorRef.of(tensor, views.put(builder, tensor, deferred=False))
-
-        # The copy of what is no tensor; of dicts, lists and tuples these are copies already.
-        return copy.deepcopy(_replace(values, torch.is_tensor, add))
-
     def load(self, snapshot: Snapshot) -> None:
-        """Load a snapshot; parameters keep their identity."""
         memory, others = snapshot.memory, dict(snapshot.values)
         self.module.load(others.pop("model"), memory)
         self._optimizer.load(others.pop("optimizer"), memory)
-        values = _replace(others, _is_ref, lambda ref: view_tensor(ref, memory).clone())
+        values = load_value(others, None, memory, CPU)
         for scheduler, state in pair_states(self.schedulers, values["classes"], values["schedulers"]):
             scheduler.load_state_dict(state)
         self.progress = TrainingProgress.from_values(values["progress"])
@@ -122,24 +111,6 @@ class TorchTrainingState:
         return hasher.hexdigest()
 
 
-def _is_ref(value: Any) -> bool:
-    return isinstance(value, TensorRef)
-
-
-def _replace(value: Any, matches: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
-    """A copy of nested dicts, lists and tuples, with everything that matches changed."""
-    if matches(value):
-        return change(value)
-    if isinstance(value, dict):
-        mapped = copy.copy(value)  # keeps OrderedDict and its metadata
-        for key in value:
-            mapped[key] = _replace(value[key], matches, change)
-        return mapped
-    if type(value) in (list, tuple):
-        return type(value)(_replace(item, matches, change) for item in value)
-    return value
-
-
 def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
@@ -152,58 +123,45 @@ def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class TorchCodec:
-    """Values in torch's own format."""
-
     def dumps(self, values: Any) -> bytes:
-        return dump_values(_replace(values, _is_ref, _write_ref))
+        return dump_values(values)
 
     def loads(self, data: bytes, *, trusted: bool) -> Any:
-        values = _restore_arrays(_load(data, weights_only=not trusted))
-        return _replace(values, lambda v: isinstance(v, dict) and v.keys() == {TENSOR}, _read_ref)
-
-
-def _write_ref(ref: TensorRef) -> dict[str, Any]:
-    assert isinstance(ref.extent, Extent)  # its snapshots keep no copies of their own
-    return {TENSOR: [*ref.extent, get_dtype_name(ref.dtype), list(ref.shape), ref.on_host]}
-
-
-def _read_ref(written: dict[str, Any]) -> TensorRef:
-    offset, nbytes, dtype, shape, on_host = written[TENSOR]
-    return TensorRef(Extent(offset, nbytes), getattr(torch, dtype), tuple(shape), on_host)
+        return _restore(_load(data, weights_only=not trusted))
 
 
 def dump_values(values: Mapping[str, Any]) -> bytes:
     """Encode tensors and plain values, such as a module's state dict with what `get_extra_state` returned."""
-    return _save(_simplify(_replace(values, torch.is_tensor, torch.Tensor.cpu), "the state"))
+    return _save(_simplify(values, "the state"))
 
 
 def load_values(data: bytes) -> dict[str, Any]:
     """What `dump_values` encoded, from any source."""
-    values: dict[str, Any] = _restore_arrays(_load(data, weights_only=True))
+    values: dict[str, Any] = _restore(_load(data, weights_only=True))
     return values
 
 
 def check_storable(value: Any, name: str) -> None:
-    """Raises InvalidInput if a checkpoint that holds the value could not be read.
-    name: what the value belongs to, for the message."""
+    """Raises InvalidInput: a checkpoint that holds the value, which belongs to `name`, could not be read."""
     _simplify(value, name, check=True)
 
 
 def _simplify(value: Any, name: str, check: bool = False) -> Any:
-    """The value as torch saves and reads it, with numpy's numbers as Python's.
-    check: raise for what could be written but not read."""
+    """The value as torch saves and reads it. check: raise for what could be written but not read."""
     if isinstance(value, dict):
-        mapped = copy.copy(value)  # keeps OrderedDict and its metadata
-        for key in value:
-            if isinstance(key, np.generic):
-                mapped[key.item()] = _simplify(mapped.pop(key), f"{name}, at {key!r}", check)
-            else:
-                mapped[key] = _simplify(value[key], f"{name}, at {key!r}", check)
-        return mapped
+        return {
+            key.item() if isinstance(key, np.generic) else key: _simplify(item, f"{name}, at {key!r}", check)
+            for key, item in value.items()
+        }
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(_simplify(item, name, check) for item in value)
     simple = value
-    if isinstance(value, np.generic):
+    if isinstance(value, TensorRef):
+        assert isinstance(value.extent, Extent)  # its snapshots keep no copies of their own
+        simple = {TENSOR: [*value.extent, get_dtype_name(value.dtype), list(value.shape), value.on_host]}
+    elif isinstance(value, torch.Tensor):
+        simple = value.cpu()
+    elif isinstance(value, np.generic):
         simple = value.item()
     elif isinstance(value, np.ndarray):
         try:
@@ -226,14 +184,15 @@ def _build_not_storable_error(value: Any, name: str) -> InvalidInput:
     )
 
 
-def _restore_arrays(value: Any) -> Any:
+def _restore(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {ARRAY}:
             return value[ARRAY].numpy()
-        for key in value:
-            value[key] = _restore_arrays(value[key])
-        return value
-    return type(value)(map(_restore_arrays, value)) if type(value) in (list, tuple) else value
+        if value.keys() == {TENSOR}:
+            offset, nbytes, dtype, shape, on_host = value[TENSOR]
+            return TensorRef(Extent(offset, nbytes), getattr(torch, dtype), tuple(shape), on_host)
+        return {key: _restore(item) for key, item in value.items()}
+    return type(value)(map(_restore, value)) if type(value) in (list, tuple) else value
 
 
 def _save(value: Any) -> bytes:

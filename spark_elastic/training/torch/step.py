@@ -1,9 +1,8 @@
 """One optimizer step of the whole world: forward, backward, exchange, apply. See `training.trainer.ModelStep`.
 
-With `loss_scope="step"` the loss is of all rows of a step, whatever the world (R8, weighting; R9, scope of P2): the
-ranks gather outputs, labels and weights, in the order of the step's rows. Each computes the same loss of all rows, and
-its gradient by the outputs of its own rows, which their backward passes carry on to the weights (GradCache). The rank
-with the step's first row reports the loss. Main thread only.
+With `loss_scope="step"` the ranks gather outputs, labels and weights in the order of the step's rows (R8, weighting;
+R9, scope of P2). Each computes the same loss of all rows, and its gradient by its own outputs, which its backward
+passes carry on to the weights (GradCache). The rank with the first row reports the loss. Main thread only.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic_collectives import Group
@@ -32,7 +32,7 @@ from spark_elastic.training.torch.loss import Batch, LossFn, autocast, to_float3
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.module_state import view_bytes
 from spark_elastic.training.torch.state import TorchTrainingState
-from spark_elastic.training.trainer import ModelStep, WorkClock
+from spark_elastic.training.trainer import ModelStep, Summarize, WorkClock
 from spark_elastic.training.transformation import list_output_parts
 
 
@@ -47,15 +47,12 @@ class StepLoss:
         """Begin a step, also after one that was given up."""
         self._chunks: list[tuple[int, HostCopy]] = []
         self._output: Any = None  # of the newest chunk, detached
-        # After `compute`: of all rows, and whether it has an entry for each; see `Column`.
-        self._outputs: list[tuple[torch.Tensor, bool]] = []
+        self._outputs: list[tuple[Tensor, bool]] = []  # of all rows; see `Column`
         self.first = 0  # after `compute`: where the rows of this rank begin among those of the step
-        # Whether `backward` compares outputs with those that were gathered; whether it found other bits.
-        self.compares, self.differs = False, False
+        self.compares, self.differs = False, False  # outputs with those that were gathered
 
     def add(self, output: Any, part: Batch) -> None:
-        """Add the model's output for a chunk. Its graph is not kept."""
-        self._output = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+        self._output = tree_map_only(Tensor, Tensor.detach, output)
         self._device = next((tensor.device for tensor in list_tensors(output)), CPU)
         labels, weights = part.on_host or (part.labels, part.weights)
         columns = [*list_tensors(self._output), *labels, *([] if weights is None else [weights])]
@@ -68,21 +65,12 @@ class StepLoss:
         batch: Batch,
         key: Sequence[int],
         metrics: Metrics,
-        backward: Callable[[torch.Tensor, int], None] | None = None,
+        backward: Callable[[Tensor, int], None] | None = None,
         work: WorkClock | None = None,
     ) -> tuple[HostSum, float]:
         """The loss of all rows and its denominator, on the rank that reports them; else zeros. Collective.
-
-        Args:
-            batch: this rank's.
-            key: what the loss's random numbers are drawn by, on all ranks alike.
-            metrics: gets outputs and labels, on the rank that reports them.
-            backward: makes the backward pass of a sum of losses, divided by a number; None: no gradient is wanted.
-            work: measures the step.
-
-        Raises:
-            InvalidInput: the outputs of the chunks do not make one output of all rows; on all ranks alike.
-        """
+        key: of random numbers, on all ranks alike. backward: of (sum of losses, divisor); None: no gradient is wanted.
+        Raises InvalidInput: the outputs of the chunks do not make one output of all rows; on all ranks alike."""
         chunks = [Chunk(rows, [column.numpy() for column in copies.wait()]) for rows, copies in self._chunks]
         self._chunks, loss = [], HostSum()
         columns, self.first, reports = gather_columns(group, chunks, None if work is None else work.pause())
@@ -95,7 +83,7 @@ class StepLoss:
         for each, _ in self._outputs:
             each.requires_grad_(backward is not None and (each.is_floating_point() or each.is_complex()))
         outputs = iter(self._outputs)
-        output = tree_map_only(torch.Tensor, lambda _: next(outputs)[0], self._output)
+        output = tree_map_only(Tensor, lambda _: next(outputs)[0], self._output)
         whole = self._make_batch(batch, [each for each, _ in tensors[count:]])
         with seeded_rng(*key):
             result = self._loss_fn(lambda *_: output, whole)  # type: ignore[arg-type] # in place of the model
@@ -107,7 +95,7 @@ class StepLoss:
         metrics.add(result, whole.labels)
         return loss, result.denominator
 
-    def _make_batch(self, own: Batch, given: list[torch.Tensor]) -> Batch:
+    def _make_batch(self, own: Batch, given: list[Tensor]) -> Batch:
         """A batch of all rows with these labels and weights; its features, of which errors name types, are some."""
         rows, weights = len(given[0]), given.pop() if self._is_weighted else None
         return replace(
@@ -121,7 +109,6 @@ class StepLoss:
         )
 
     def seek(self, place: int) -> None:
-        """Go to where the rows of the next chunk begin among those of the step."""
         self._place = place
 
     def backward(self, output: Any, part: Batch) -> None:
@@ -140,7 +127,7 @@ class StepLoss:
         self._place += len(part)
 
 
-def list_tensors(output: Any) -> list[torch.Tensor]:
+def list_tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)]
 
 
@@ -153,12 +140,8 @@ def check_outputs(outputs: Sequence[tuple[int, Any]]) -> None:
 
 
 class GradientScaling:
-    """A `GradScaler` around the exchange where `precision` is fp16; else nothing. Its scale is part of the state.
-
-    A step whose gradients overflowed is not applied. All ranks decide alike, since they look at the same sums.
-
-    Raises InvalidInput: `precision` is fp16, and torch is older than 2.3.
-    """
+    """A `GradScaler` around the exchange if `precision` is fp16. Its scale is part of the state. All ranks see the same
+    sums, so all leave out a step whose gradients overflowed. Raises InvalidInput: torch is older than 2.3."""
 
     def __init__(self, precision: str | None = None, device: torch.device = CPU) -> None:
         if precision == "fp16" and not hasattr(torch.amp, "GradScaler"):
@@ -169,23 +152,17 @@ class GradientScaling:
         self._device = device
         self._scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         self.skipped = 0  # steps since training began that were not applied
-        self._seed: tuple[Any, torch.Tensor | None] = None, None  # of the newest divisor: 1 / divisor
 
-    def backward(self, total: torch.Tensor, divisor: int) -> None:
-        """The backward pass of total / divisor."""
+    def backward(self, total: Tensor, divisor: int) -> None:
         if self._scaler is not None:
             self._scaler.scale(total / divisor).backward()  # type: ignore[no-untyped-call]
         else:  # the gradient of the division, without a node in the graph
-            key = divisor, total.dtype, total.device
-            if self._seed[0] != key:
-                self._seed = key, total.new_full((), 1.0 / divisor)
-            total.backward(self._seed[1])  # type: ignore[no-untyped-call]
+            total.backward(total.new_full((), 1.0 / divisor))  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients, once they are summed over all ranks."""
         if self._scaler is not None:
-            # A rank without rows has not initialized its scale yet.
-            self._scaler.scale(torch.zeros((), device=self._device))
+            self._scaler.scale(torch.zeros((), device=self._device))  # which a rank without rows lacks
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -208,9 +185,7 @@ class GradientScaling:
             self._scaler.load_state_dict(state["scaler"])
 
 
-class TrainStep(ModelStep[torch.Tensor]):
-    """Takes steps on one state."""
-
+class TrainStep(ModelStep[Tensor]):
     _state: TorchTrainingState
     _metrics: Metrics
 
@@ -227,8 +202,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         super().__init__(config, ledger)
         self._state, self._metrics = state, metrics
         self._loss_fn, self._exchange = loss_fn, exchange
-        # Walking through a model in each step would cost as much as a small model's forward pass.
-        self._modules = tuple(state.model.modules())
+        self._modules = tuple(state.model.modules())  # walking through them takes long
         self._exchanging = tuple(filter(exchanges_statistics, self._modules))
         self._has_row_dropout = any(isinstance(module, RowDropout) for module in self._modules)
         self._buffers = BufferMerge(state.model, state.merges)
@@ -238,10 +212,8 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._worked = 0.0
         self._before: BufferSnapshot | None = None  # the buffers before the newest step
         self._has_exchanged_buffers = False
-        # Whether code of the user looks at the model when the previous step is finalized.
-        self.shows_buffers = False
-        # Called while the device computes, before the ranks exchange.
-        self.on_launched: Callable[[], None] = lambda: None
+        self.shows_buffers = False  # whether the user's code looks at the model after a step
+        self.on_launched: Callable[[], None] = lambda: None  # while the device computes
 
     def _begin(self, rank: int) -> None:
         self._before = BufferSnapshot(self._state.model, self._modules, self._before)
@@ -250,23 +222,15 @@ class TrainStep(ModelStep[torch.Tensor]):
         assert self._before is not None
         self._before.restore()
 
-    def _exchange_sums(
-        self, group: Group, batch: Batch, summarize: Callable[..., StepSummary]
-    ) -> StepSummary:
+    def _exchange_sums(self, group: Group, batch: Batch, summarize: Summarize) -> StepSummary:
         assert self._before is not None
         loss, denominator = self._compute_gradients(group, batch, self._before)
         self._has_exchanged_buffers = self._exchange_buffers(group, batch, self._before)
         self._metrics.gather(group)
         mode = self._exchange.mode
         self._gather = mode.carry if isinstance(mode, OneBucketMode) else None
-        return summarize(
-            layout=mode.layout.hash,
-            loss=loss,
-            denominator=denominator,
-            present=mode.present,
-            found_sparse=mode.found_sparse,
-            seconds=self._worked,
-        )
+        found = {"layout": mode.layout.hash, "present": mode.present, "found_sparse": mode.found_sparse}
+        return summarize(loss=loss, denominator=denominator, seconds=self._worked, **found)
 
     def _finalize(self, previous: Callable[[], None]) -> None:
         """Call the function while the model has the buffers before the step, not those that this rank's rows made."""
@@ -280,8 +244,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         written.restore(attributes=False)
 
     def _compute_gradients(self, group: Group, batch: Batch, before: BufferSnapshot) -> tuple[float, float]:
-        """Compute and exchange gradients. Returns this rank's part of the loss and of its denominator.
-        before: the buffers before the step."""
+        """Compute and exchange gradients. Returns this rank's part of the loss and of its denominator."""
         position = self._state.position
         # Statistics of the whole step's rows need one pass over all of them, on ranks without rows as well.
         one_pass = shares_statistics(self._exchanging)
@@ -289,8 +252,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._loss_fn.begin(group, batch, position)
         self._exchange.clear_and_begin(group, len(parts))
         self._ledger.write_ahead(group.fence, position, batch.row_ids)  # buckets go out during backward
-        # Each rank draws its own dropout (R9, scope of P2), while what an optimizer draws is the same on all.
-        if self._step_loss is None:
+        if self._step_loss is None:  # each rank draws its own dropout (R9, scope of P2)
             with seeded_rng(*self.key, group.rank):
                 loss, denominator = self._backward(parts)
         else:
@@ -303,10 +265,9 @@ class TrainStep(ModelStep[torch.Tensor]):
     # ---- a loss of all rows of the step
 
     def _backward_from_all(
-        self, step_loss: StepLoss, group: Group, batch: Batch, parts: Sequence[Batch], before: BufferSnapshot
+        self, step_loss: StepLoss, group: Group, batch: Batch, parts: list[Batch], before: BufferSnapshot
     ) -> tuple[HostSum, float]:
-        """`_backward` where the loss is of all rows of the step: the graphs of two parts are never in memory together,
-        so all but the newest part take a second forward pass."""
+        """Two graphs are never in memory together, so all parts but the newest take a second forward pass."""
         step_loss.begin()
         output = self._run_parts(parts, group.rank, step_loss.add)
         loss = step_loss.compute(group, batch, self.key, self._metrics, self._scaling.backward, self.work)
@@ -322,8 +283,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         return loss
 
     def _run_parts(self, parts: Sequence[Batch], number: int, use: Callable[[Any, Batch], None]) -> Any:
-        """Give the model's output for each part to `use`, each time with the same random numbers. Returns the newest,
-        with its graph. number: of the rank or virtual share."""
+        """Give each part's output to `use`, always with the same random numbers. Returns the newest, with its graph."""
         output = None
         with borrow_rng() as seed:
             for index, part in enumerate(parts):
@@ -344,7 +304,7 @@ class TrainStep(ModelStep[torch.Tensor]):
         self._buffers.begin()
         self._buffers.take(before, group.rank, len(batch) / batch.planned)
 
-        def reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+        def reduce(tensors: list[Tensor], op: str) -> Tensor:
             (tensor,) = tensors
             array = tensor.clone().numpy()
             group.allreduce(array, op=op)
@@ -372,9 +332,8 @@ class TrainStep(ModelStep[torch.Tensor]):
         for part in parts:
             self._draw_rows(part)
             if not len(part):
-                # Its layers exchange statistics with the other ranks
-                output = self._state.model(*part.features)
-                tensors = [out for out in list_output_parts(output) if isinstance(out, torch.Tensor)]
+                output = self._state.model(*part.features)  # its layers exchange statistics
+                tensors = [out for out in list_output_parts(output) if isinstance(out, Tensor)]
                 torch.autograd.backward([out.sum() for out in tensors if out.requires_grad])
                 continue
             result = self._loss_fn(self._state.model, part)

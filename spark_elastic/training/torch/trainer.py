@@ -27,7 +27,6 @@ from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.reduction import options_from_env
 from spark_elastic.gradients.step_summary import StepDecision, count_summary_bytes
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress, check_watched_names
@@ -65,23 +64,15 @@ class TorchTrainProgram(TrainingLoop):
 
 
 class ArrivingBatch(NamedTuple):
-    """A batch on its way to the device."""
-
     rows: StepRows  # what it is made of
     batch: Batch  # on the device; complete once `arrival` is
     arrival: Arrival | None  # None: the device is the CPU, and everything is there
 
-
-def _list_tensors(batch: Batch) -> list[torch.Tensor]:
-    parts = [(*part.features, *part.labels, part.weights) for part in batch.shares or (batch,)]
-    return [tensor for tensors in parts for tensor in tensors if tensor is not None]
-
-
-def _advise_on_memory(config: FitConfig) -> str:
-    return (
-        f"lower batch_size={config.data.batch_size} and raise backward_passes_per_step by as much, set "
-        "precision='bf16', or see that no other process uses this GPU"
-    )
+    def wait(self) -> Batch:
+        parts = [(*part.features, *part.labels, part.weights) for part in self.batch.shares or (self.batch,)]
+        if self.arrival is not None:
+            self.arrival.wait([tensor for tensors in parts for tensor in tensors if tensor is not None])
+        return self.batch
 
 
 class TorchTrainer(ModelTrainer):
@@ -95,8 +86,7 @@ class TorchTrainer(ModelTrainer):
         self._spec = spec
         self._objects = objects
         self._exchange: GradientExchange | None = None  # None until `move_to_device`
-        # The next step's batch, on its way to the device; None: it is built when its step begins.
-        self._coming: ArrivingBatch | None = None
+        self._coming: ArrivingBatch | None = None  # None: it is built when its step begins
 
     def prepare(self, progress: TrainingProgress, ledger: Ledger) -> None:
         spec, config, objects = self._spec, self._spec.config, self._objects
@@ -107,21 +97,16 @@ class TorchTrainer(ModelTrainer):
         self._copier = None if self._device == CPU else DeviceCopier(self._device)
         torch.manual_seed(config.data.seed)
         model = objects.model
-        # A fitted model is in evaluation mode; single parts in it are the user's choice
-        if not model.training:
+        if not model.training:  # a fitted model; single parts are the user's choice
             model.train()
         if config.exchange.shares:
             align_tensors((*model.parameters(), *model.buffers()))
-        optimizer, schedules = build_optimizer(
-            model, objects.optimizer, config.optimizer.learning_rate, spec.lr_scale, build_trainer_plan(spec)
-        )
-        self._loss_fn, self._scaling = (
-            objects.loss_fn(spec),
-            GradientScaling(config.optimizer.precision, self._device),
-        )
-        logs = self._loss_fn.logs
-        metrics = [Metrics(objects.metrics, config.data.label_cols, logs, prefix) for prefix in ("", "val_")]
-        self._metrics = metrics
+        rate, plan = config.optimizer.learning_rate, build_trainer_plan(spec)
+        optimizer, schedules = build_optimizer(model, objects.optimizer, rate, spec.lr_scale, plan)
+        self._loss_fn = objects.loss_fn(spec)
+        self._scaling = GradientScaling(config.optimizer.precision, self._device)
+        given = objects.metrics, config.data.label_cols, self._loss_fn.logs
+        self._metrics = metrics = [Metrics(*given, prefix) for prefix in ("", "val_")]
         self.callbacks = TorchCallbackList((*schedules, *objects.callbacks), model, optimizer)
         others = [self._scaling, *metrics, self.callbacks, *self.callbacks.callbacks]
         self.state = TorchTrainingState(model, optimizer, others, progress)
@@ -132,33 +117,34 @@ class TorchTrainer(ModelTrainer):
         if self._exchange is not None:
             return
         config, model = self._spec.config, self.state.model
-        self._memory_advice = ExhaustedMemoryAdvice(_advise_on_memory(config))
+        self._memory_advice = ExhaustedMemoryAdvice(
+            f"lower batch_size={config.data.batch_size} and raise backward_passes_per_step by as much, set "
+            "precision='bf16', or see that no other process uses this GPU"
+        )
         with self._memory_advice:
             move_to_device(model, self.state.optimizer, self._device)
         if config.optimizer.compile_model:
             model.compile()
-        options = options_from_env(
-            wire=config.exchange.gradient_compression,
-            shares=config.exchange.shares,
-            arithmetic=describe_arithmetic() if config.exchange.shares else "",
+        shares, wire = config.exchange.shares, config.exchange.gradient_compression
+        arithmetic = describe_arithmetic() if shares else ""
+        options = options_from_env(wire=wire, shares=shares, arithmetic=arithmetic)
+        thread, count = get_collective_thread, count_summary_bytes
+        self._exchange = exchange = GradientExchange(
+            model.named_parameters(), options, get_thread=thread, count_message_bytes=count
         )
-        self._exchange = GradientExchange(
-            model.named_parameters(),
-            options,
-            get_thread=get_collective_thread,
-            count_message_bytes=count_summary_bytes,
-        )
-        self._train_step = (ShareStep if config.exchange.shares else TrainStep)(
-            self.state, self._loss_fn, self._exchange, config, self._ledger, self._metrics[0], self._scaling
-        )
-        self._train_step.shows_buffers = not config.exchange.shares and any(
-            not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks
-        )
-        if config.exchange.verify_steps and isinstance(self._train_step, ShareStep):
-            transformation = bind_transformation(config, self._objects.transformation)
-            self._train_step.checker = ShareChecker(
-                self._spec, config.exchange.verify_steps, transformation, self._build_checked_shares
-            )
+        others = self._ledger, self._metrics[0], self._scaling
+        kind = ShareStep if shares else TrainStep
+        self._train_step = kind(self.state, self._loss_fn, exchange, config, *others)
+        shows_model = any(not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks)
+        self._train_step.shows_buffers = not shares and shows_model
+        every = config.exchange.verify_steps
+        if every and isinstance(self._train_step, ShareStep):
+            bound = bind_transformation(config, self._objects.transformation)
+
+            def build(rows: StepRows, rank: int) -> Batch:
+                return self._start_build(rows, rank).wait()
+
+            self._train_step.checker = ShareChecker(self._spec, every, bound, build)
 
     @property
     def bulk_seconds(self) -> float | None:
@@ -201,10 +187,8 @@ class TorchTrainer(ModelTrainer):
     def _build(self, rows: StepRows, group: Group) -> Batch:
         coming, self._coming = self._coming, None
         if coming is None or coming.rows.row_ids is not rows.row_ids:
-            coming = self._start_build(rows, group)
-        if coming.arrival is not None:
-            coming.arrival.wait(_list_tensors(coming.batch))
-        return coming.batch
+            coming = self._start_build(rows, group.rank)
+        return coming.wait()
 
     def _build_ahead(self, call: StepCall) -> None:
         """Start to copy the next step's batch to the device, which computes meanwhile."""
@@ -212,22 +196,15 @@ class TorchTrainer(ModelTrainer):
             return
         with suppress(Exception):  # what the user's function raises is raised again when its step begins
             rows = call.get_next_rows()
-            self._coming = None if rows is None else self._start_build(rows, call.group)
+            self._coming = None if rows is None else self._start_build(rows, call.group.rank)
 
-    def _start_build(self, rows: StepRows, group: Group) -> ArrivingBatch:
+    def _start_build(self, rows: StepRows, rank: int) -> ArrivingBatch:
         shared = self._spec.config.exchange.shares
-        batch = build_shares(self._batches, rows, group.rank) if shared else self._batches.build(rows)
+        batch = build_shares(self._batches, rows, rank) if shared else self._batches.build(rows)
         return ArrivingBatch(rows, batch, None if self._copier is None else self._copier.record())
 
-    def _build_checked_shares(self, rows: StepRows, rank: int) -> Batch:
-        batch = build_shares(self._batches, rows, rank)
-        if self._copier is not None:
-            self._copier.record().wait(_list_tensors(batch))
-        return batch
-
     def _validate(self, batch: Batch, part_number: int, step_loss: StepLoss | None) -> tuple[HostSum, float]:
-        """Returns the loss of these rows and its denominator, or gives outputs to `step_loss`, which computes them.
-        part_number: their rank or virtual share."""
+        """The loss and its denominator; or outputs go to `step_loss`. part_number: of the rank or virtual share."""
         config, loss, denominator = self._spec.config, HostSum(), 0.0
         with torch.no_grad(), seeded_rng(*self._train_step.key, part_number):
             for part in batch.micro_batches(config.data.validation_batch):
@@ -278,17 +255,17 @@ NOT_METRICS = ("learning_rate", "skipped_steps", "epoch", "rows", "planned", "st
 
 
 def check_watched(objects: TorchUserObjects, labels: Sequence[str], validates: bool) -> None:
-    """Check that each number that a callback watches will exist, before the first job.
-    validates: each epoch is followed by a validation.
-    Raises InvalidInput: a callback watches a number that no epoch will have."""
+    """Raises InvalidInput: a callback watches a number that no epoch will have. validates: there is a validation."""
     known = list_epoch_numbers(objects, labels)
     # A metric object may report further numbers whose names begin with its own.
     prefixes = tuple(f"{name}_" for name, metric in objects.metrics.items() if is_accumulator(metric))
     # The user's own callbacks may add any number in `on_epoch_end`.
     may_add = any(not _is_own(callback.on_epoch_end) for callback in objects.callbacks)
-    check_watched_names(
-        objects.watched, known, validates, lambda n: may_add or n in NOT_METRICS or n.startswith(prefixes)
-    )
+
+    def may_exist(name: str) -> bool:
+        return may_add or name in NOT_METRICS or name.startswith(prefixes)
+
+    check_watched_names(objects.watched, known, validates, may_exist)
 
 
 def list_epoch_numbers(objects: TorchUserObjects, labels: Sequence[str]) -> list[str]:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -24,6 +23,7 @@ import psutil
 
 from elastic_collectives import CollectiveError, Endpoint, Group, connect
 from tests.leaks import SessionOwned
+from tests.patience import until
 from tests.sources import ROOT
 
 KEY = b"the key of the tests"
@@ -131,10 +131,7 @@ class Rank:
 
     def await_stopped(self) -> None:
         """Until a SIGSTOP that the process sends itself has come to work."""
-        until = time.monotonic() + PATIENCE
-        while psutil.Process(self.process.pid).status() != psutil.STATUS_STOPPED:
-            assert time.monotonic() < until, f"rank with pid {self.process.pid} does not stop"
-            time.sleep(0.01)
+        until(lambda: psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED, PATIENCE)
 
     def close(self) -> None:
         self.process.kill()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from elastic_collectives import (
     PeerLost,
     connect,
 )
-from elastic_collectives.operands import DTYPES, FLOATS, OPS, narrow, widen
-from tests.component.collectives.calls import compute_packed_sum
+from elastic_collectives.operands import narrow, widen
+from tests.component.collectives import calls
 from tests.component.collectives.ranks import local_ranks
 from tests.fake_group import FakeFabric
 from tests.reductions import reduce_parts
@@ -70,29 +71,13 @@ def call_all(groups: Groups, call: Callable[[Group], Any]) -> list[Any]:
         return list(pool.map(call_one, groups))
 
 
-def make_input(rank: int, dtype: str) -> Any:
-    """Five numbers of a rank: small, so that nothing is out of range, and never two ranks alike."""
-    values = np.array([1.5, -2.0, 3.0, 0.0, 7.25]) * (rank + 1)
-    if dtype == "bfloat16":
-        return narrow(values.astype(np.float32), dtype)
-    return np.abs(values).astype(dtype) if dtype.startswith("u") else values.astype(dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_allreduce(make: Make, dtype: str) -> None:
-    groups, name = make(10), dtype if dtype == "bfloat16" else None
-    for op in OPS:
-        if (op == "adasum" and dtype not in FLOATS) or (op == "average" and dtype == "bool"):
-            continue
-
-        def call(group: Group, op: str = op) -> Any:
-            array = make_input(group.rank, dtype)
-            group.allreduce(array, op, dtype=name)
-            return array
-
-        expected = reduce_parts([make_input(rank, dtype) for rank in range(SIZE)], dtype, op, 1.0)
-        for found in call_all(groups, call):
-            assert np.allclose(widen(found, dtype), widen(expected, dtype), rtol=1e-6), op
+def test_the_fake_computes_what_the_engine_does_between_processes() -> None:
+    """As `test_results.py` compares it with numpy."""
+    members: Any = [SimpleNamespace(live=group) for group in FakeFabric(SIZE, timeout=60.0).groups]
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert [wrong for wrong, _ in pool.map(calls.reduce_everything, members)] == [[]] * SIZE
+        for check in (calls.reduce_in_chunks, calls.exchange_everything, calls.check_other_collectives):
+            assert list(pool.map(check, members)) == [[]] * SIZE
 
 
 def test_averages_by_weight_and_factors(make: Make) -> None:
@@ -123,7 +108,7 @@ def test_compression(request: pytest.FixtureRequest, make: Make, compression: st
 
     packed = [narrow(share, wire) for share in shares]
     if len(hosts) > 1:
-        averaged = compute_packed_sum([2 * share for share in shares], wire, hosts, 0.5 / SIZE)
+        averaged = calls.compute_packed_sum([2 * share for share in shares], wire, hosts, 0.5 / SIZE)
     else:
         halved = reduce_parts([narrow(2 * share, wire) for share in shares], wire, "average", 0.5)
         averaged = widen(halved, wire)
@@ -142,22 +127,6 @@ def test_a_group_of_arrays(make: Make) -> None:
         return [array.tolist() for array in arrays]
 
     assert call_all(make(10), call) == [[[[6, 6], [6, 6]], [6, 6, 6], [6], []]] * SIZE
-
-
-def test_alltoall(make: Make) -> None:
-    def call(group: Group) -> Any:
-        even, counts = group.alltoall(np.arange(6).reshape(6, 1) + 10 * group.rank)
-        ragged, came = group.alltoall(np.full(3, group.rank, np.int8), [group.rank, 0, 3 - group.rank])
-        empty, none = group.alltoall(np.zeros((0, 4)))
-        return even.ravel().tolist(), counts, ragged.tolist(), came, empty.shape, none
-
-    def expect(rank: int) -> Any:
-        even = [10 * source + 2 * rank + i for source in range(SIZE) for i in range(2)]
-        came = ([0, 1, 2], [0, 0, 0], [3, 2, 1])[rank]
-        ragged = [source for source in range(SIZE) for _ in range(came[source])]
-        return even, [2] * SIZE, ragged, came, (0, 4), [0] * SIZE
-
-    assert call_all(make(10), call) == [expect(rank) for rank in range(SIZE)]
 
 
 @pytest.mark.parametrize("rows", [1, 1 << 17])
@@ -198,49 +167,21 @@ def test_results_go_where_the_caller_wants_them(make: Make) -> None:
     assert call_all(make(10), call) == [(every, [[3, 3]], every)] * SIZE
 
 
-def test_broadcast_gather_and_barrier_agree_with_numpy(make: Make) -> None:
-    def call(group: Group) -> Any:
-        array = np.full((2, 2), group.rank, np.int16)
-        group.broadcast(array, 1)
-        gathered = group.allgather(np.array([group.rank]))
-        ragged = group.allgatherv(np.full((group.rank, 2), group.rank))
-        rows = group.reducescatter(np.full((4, 2), group.rank))
-        group.barrier()
-        lists = array.tolist(), gathered.tolist(), [part.tolist() for part in ragged]
-        return *lists, rows.shape, group.allgather_bytes(b"x" * group.rank)
-
-    expected = [[1, 1], [1, 1]], [[0], [1], [2]], [[], [[1, 1]], [[2, 2], [2, 2]]]
-    rows = ((2, 2), (1, 2), (1, 2))
-    assert call_all(make(10), call) == [(*expected, shape, [b"", b"x", b"xx"]) for shape in rows]
-
-
-def test_empty_arrays_are_exchanged(make: Make) -> None:
-    def call(group: Group) -> Any:
-        nothing = np.zeros((0, 3), np.float32)
-        group.allreduce(nothing, "average", compression="fp16")
-        group.broadcast(nothing, 1)
-        shapes = [part.shape for part in group.allgatherv(nothing)]
-        return group.allgather(nothing).shape, shapes, group.reducescatter(nothing).shape
-
-    assert call_all(make(10), call) == [((SIZE, 0, 3), [(0, 3)] * SIZE, (0, 3))] * SIZE
-
-
 def test_invalid_arguments_are_refused_before_anything_is_sent(make: Make) -> None:
-    group = make(10)[0]
-    read_only = np.zeros(3)
+    group, read_only = make(10)[0], np.zeros(3)
     read_only.flags.writeable = False
-    wrong: list[tuple[str, Callable[[], Any]]] = [
-        ("op must be", lambda: group.allreduce(np.zeros(3), "mean")),
-        ("contiguous", lambda: group.allreduce(np.zeros((3, 3))[:, 1])),
-        ("read-only", lambda: group.allreduce(read_only)),
-        ("read-only", lambda: group.broadcast(read_only, 1)),
-        ("root", lambda: group.broadcast(np.zeros(3), SIZE)),
-        ("adasum", lambda: group.reducescatter(np.zeros(3), "adasum")),
-        ("scalar", lambda: group.reducescatter(np.array(3.0))),
-        ("splits", lambda: group.alltoall(np.zeros(3), [1, 1, 2])),
-        ("weight", lambda: group.grouped_allreduce([np.zeros(3)], weight=1)),
-    ]
-    for words, call in wrong:
+    wrong: dict[str, Callable[[], Any]] = {
+        "op must be": lambda: group.allreduce(np.zeros(3), "mean"),
+        "contiguous": lambda: group.allreduce(np.zeros((3, 3))[:, 1]),
+        "read-only": lambda: group.allreduce(read_only),
+        "read-only.*": lambda: group.broadcast(read_only, 1),
+        "root": lambda: group.broadcast(np.zeros(3), SIZE),
+        "adasum": lambda: group.reducescatter(np.zeros(3), "adasum"),
+        "scalar": lambda: group.reducescatter(np.array(3.0)),
+        "splits": lambda: group.alltoall(np.zeros(3), [1, 1, 2]),
+        "weight": lambda: group.grouped_allreduce([np.zeros(3)], weight=1),
+    }
+    for words, call in wrong.items():
         with pytest.raises(ValueError, match=words):
             call()
 
@@ -284,7 +225,7 @@ MISMATCHES: dict[str, tuple[Callable[[Group], Any], Callable[[Group], Any]]] = {
 
 
 @pytest.mark.parametrize("what", MISMATCHES)
-@pytest.mark.parametrize("odd_one", range(SIZE))
+@pytest.mark.parametrize("odd_one", [0, 2])
 def test_every_rank_fails_at_once_on_a_mismatch(make: Make, what: str, odd_one: int) -> None:
     groups = make(30)
     call_all(groups, lambda group: group.barrier())
@@ -300,9 +241,7 @@ def test_every_rank_fails_at_once_on_a_mismatch(make: Make, what: str, odd_one: 
 
 
 @pytest.mark.parametrize("rows", [1, 1 << 17])
-def test_alltoall_fails_on_all_ranks_if_one_sends_another_number_of_rows_than_expected(
-    make: Make, rows: int
-) -> None:
+def test_alltoall_fails_on_all_ranks_if_one_sends_more_rows_than_expected(make: Make, rows: int) -> None:
     def call(group: Group) -> Any:
         array, usual = np.full((SIZE * rows, 2), group.rank), [rows] * SIZE
         received, counts = group.alltoall(array, incoming=usual)

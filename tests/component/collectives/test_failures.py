@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from elastic_collectives import Endpoint, GroupAborted, connect
 from tests.component.collectives import calls
 from tests.component.collectives.ranks import Failed, Pool, Rank, answers, call_all
 
 
-@pytest.mark.parametrize(("size", "victim"), [(2, 0), (3, 1), (4, 0), (5, 3)])
+@pytest.mark.parametrize(("size", "victim"), [(2, 0), (5, 3)])
 def test_every_survivor_names_the_killed_rank(
     pool: Pool, size: int, victim: int, record_property: Callable[[str, object], None]
 ) -> None:
@@ -50,9 +49,7 @@ def test_a_rank_that_died_before_it_connected_is_named_as_missing(pool: Pool, ho
 
 
 @BOTH_WAYS
-def test_a_kill_is_noticed_although_a_forked_child_of_the_rank_survives(
-    pool: Pool, hosts: tuple[int, ...]
-) -> None:
+def test_a_kill_is_noticed_although_a_child_of_the_rank_lives(pool: Pool, hosts: tuple[int, ...]) -> None:
     """As a DataLoader's workers do for some seconds."""
     ranks = pool.take(2)
     pool.world(ranks, timeout=60, hosts=hosts)
@@ -79,12 +76,12 @@ IN_CI = ("ring", "broadcast", "alltoall", "barrier")
 
 
 def cross(*, slow: bool = False) -> list[Any]:
-    """Every collective in each layout, rank 2 coming to an end; then other ends on hosts of several ranks. slow: leave
-    most of them to the long runs."""
+    """Every collective in each layout, rank 2 coming to an end; then other ends on hosts of several ranks. Each build
+    plays each collective in one layout, or, where that is slow, few by sockets; the long runs play all."""
     cases: list[Any] = []
-    for hosts, work in itertools.product(LAYOUTS, calls.WORK):
-        is_long = slow and (bool(hosts) or work not in IN_CI)
-        cases.append(pytest.param(hosts, 2, work, marks=[pytest.mark.faults] * is_long))
+    for (place, hosts), (number, work) in itertools.product(enumerate(LAYOUTS), enumerate(calls.WORK)):
+        is_long = hosts or work not in IN_CI if slow else number % len(LAYOUTS) != place
+        cases.append(pytest.param(hosts, 2, work, marks=[pytest.mark.faults] * bool(is_long)))
     others = IN_MEMORY[1:2] * 4 if slow else IN_MEMORY
     return cases + [(*end, work) for end, work in zip(itertools.cycle(ENDS), others, strict=False)]
 
@@ -108,9 +105,7 @@ def test_a_kill_ends_every_collective(pool: Pool, hosts: tuple[int, ...], victim
 
 
 @pytest.mark.parametrize(("hosts", "victim", "work"), cross(slow=True))
-def test_a_stopped_rank_is_named_by_every_collective(
-    pool: Pool, hosts: tuple[int, ...], victim: int, work: str
-) -> None:
+def test_a_stop_is_named_by_collectives(pool: Pool, hosts: tuple[int, ...], victim: int, work: str) -> None:
     stopped, others = begin_work(pool, hosts, victim, work, signal.SIGSTOP, 1.2 if not hosts else 1.5)
     ends = answers(others)
     stopped.send_signal(signal.SIGCONT)
@@ -142,9 +137,7 @@ def test_an_abort_ends_every_collective(pool: Pool, hosts: tuple[int, ...], vict
     [("x" + "é" * 2100, "x" + "é" * 2047), ("no file \udcff", "no file \\udcff")],
     ids=["longer than a close frame holds", "with a lone surrogate"],
 )
-def test_any_text_can_be_the_reason_of_an_abort(
-    pool: Pool, reason: str, heard: str, hosts: tuple[int, ...]
-) -> None:
+def test_any_text_can_end_a_group(pool: Pool, reason: str, heard: str, hosts: tuple[int, ...]) -> None:
     ranks = pool.take(2)
     pool.world(ranks, timeout=60, hosts=hosts)
     call_all(ranks, calls.barrier)
@@ -153,31 +146,17 @@ def test_any_text_can_be_the_reason_of_an_abort(
     assert ranks[0].answer() == Failed("GroupAborted", (), heard)
 
 
-def test_a_reason_that_is_no_text_is_an_error_of_its_kind_nevertheless() -> None:
-    with Endpoint(b"key") as endpoint:
-        with connect(endpoint, 0, 1, (1, 1), lambda own: [own]) as group:
-            group._native.abort(b"no \xff text")  # type: ignore[attr-defined]
-            with pytest.raises(GroupAborted, match="no \ufffd text"):
-                group.barrier()
-
-
 @pytest.mark.parametrize("algorithm", ["ring", "bcube"])
-def test_other_sizes_are_a_mismatch_on_every_rank(pool: Pool, algorithm: str) -> None:
+def test_other_sizes_are_a_mismatch_on_every_rank_and_end_the_group(pool: Pool, algorithm: str) -> None:
     ranks = pool.take(4)
     pool.world(ranks)
     call_all(ranks, calls.barrier)  # word of a failure goes along connections, so let all be open
     ends = call_all(ranks, calls.reduce_own_size, [3, 3, 4, 3], algorithm)
     assert {end.kind for end in ends} == {"MismatchError"}
     assert all(2 in end.ranks and "24 bytes" in end.reason and "32 bytes" in end.reason for end in ends)
-
-
-def test_a_failed_group_never_works_again(pool: Pool) -> None:
-    ranks = pool.take(2)
+    assert call_all(ranks, calls.try_everything) == [{"MismatchError"}] * 4
     pool.world(ranks)
-    call_all(ranks, calls.reduce_own_size, [3, 4], "ring")
-    assert call_all(ranks, calls.try_everything) == [{"MismatchError"}] * 2
-    pool.world(ranks)
-    assert call_all(ranks, calls.reduce_once, 10) == [3.0, 3.0]
+    assert call_all(ranks, calls.reduce_once, 10) == [10.0] * 4
 
 
 @pytest.mark.parametrize("hosts", [(), (3,)], ids=["sockets", "shared memory"])

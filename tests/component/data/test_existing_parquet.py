@@ -29,8 +29,7 @@ from spark_elastic.tables.existing_parquet import (
     locate_files,
 )
 from spark_elastic.tables.predicate import Predicate
-from tests.component.column_kinds import VECTOR
-from tests.component.readers import READERS
+from tests.component.column_kinds import READERS, VECTOR
 from tests.planned_rows import list_row_ids, read_columns
 
 
@@ -236,7 +235,7 @@ def test_files_that_keep_the_same_values_in_other_ways_are_read_together(
     write(tmp_path, "a.parquet", {"x": first})
     write(tmp_path, "b.parquet", {"x": second})
     store = Store.open(str(tmp_path))
-    manifest = describe_parquet(store, ["x"], True, piece_bytes)
+    manifest = describe_parquet(store, ["x"], transformed=True, piece_bytes=piece_bytes)
     assert read_columns(store, manifest)["x"].tolist() == [*first.to_pylist(), *second.to_pylist()]
 
 

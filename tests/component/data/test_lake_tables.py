@@ -29,7 +29,7 @@ from pyroaring import BitMap
 
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.fit_rows import Selection, SnapshotRows
+from spark_elastic.estimators.fit_rows import FileRows, Selection, open_table_rows
 from spark_elastic.tables import lake_tables
 from spark_elastic.tables.existing_parquet import describe_files
 from spark_elastic.tables.lake_tables import join_stores, read_snapshot
@@ -234,29 +234,6 @@ def test_rows_from_before_a_column_match_no_comparison_with_it(catalog: Any, tmp
             read_rows(source, ["x"], where=Predicate.parse([("w", ">", 1.0)]))
 
 
-def test_where_with_a_column_that_cannot_be_compared_names_the_table_and_those_that_can(
-    catalog: Any, tmp_path: Path
-) -> None:
-    rows = make_rows(0, 2, v=[[1], [2]], year=[2020, 2021])
-    write_deltalake(str(tmp_path / "delta"), rows, partition_by=["year"])
-    table = catalog.create_table("n.t", rows.schema)
-    table.append(rows)
-    delta = tmp_path / "delta"
-    for source, name in ((delta, "version 0 of the Delta table"), (table, "of the Iceberg table")):
-        snapshot = read_snapshot(source, None, {})
-        for column, fault in (("yeer", "does not have"), ("v", "has as arrays or records")):
-            given = Selection.parse({"when": "year"}, [(column, ">", 1)])
-            sentence = (
-                rf"where compares column '{column}', which .*{name}.* {fault}: compare one of .*'when'\]"
-            )
-            with pytest.raises(InvalidInput, match=sentence) as caught:
-                given.check(snapshot)
-            assert "'v'" not in str(caught.value).partition("compare one of")[2]
-        with pytest.raises(InvalidInput, match=r"\(did you mean 'year'\?\)[.]$"):
-            Selection.parse(None, [("yeer", ">", 1)]).check(snapshot)
-        Selection.parse({"when": "year"}, [("when", ">", 1), ("x", ">", 1)]).check(snapshot)
-
-
 @pytest.mark.parametrize("name", ["my tables", "100%", "ünï", "a#b?c"])
 def test_a_table_of_delta_that_is_open_may_lie_in_any_folder(tmp_path: Path, name: str) -> None:
     write_deltalake(str(tmp_path / name), make_rows(0, 2))
@@ -455,7 +432,7 @@ def test_rows_of_iceberg_that_are_deleted_by_equality_are_left_out(catalog: Any,
     assert read_rows(table, ["number"], where=where) == [(x,) for x in (0, 0, 1, 1, 2, 2, 3, 4)]
     late = with_ids(pa.table({"late": pa.array([None], pa.int64())}), late=4)
     commit_deletes(table, deletes, tmp_path / "all.parquet", late, equality_ids=[4])
-    with pytest.raises(InvalidInput, match="have no rows: there is nothing to train on"):
+    with pytest.raises(InvalidInput, match="have no rows: nothing to train on"):
         read_rows(table, ["number"])
 
 
@@ -594,8 +571,8 @@ def make_session(answers: dict[str, Any]) -> Any:
     return SimpleNamespace(catalog=SimpleNamespace(tableExists=lambda name: True), sql=answer)
 
 
-def open_named(session: Any, name: str) -> SnapshotRows:
-    return SnapshotRows.open(session, name, None, None, {}, Selection.parse(None, None))
+def open_named(session: Any, name: str) -> FileRows:
+    return open_table_rows(session, name, None, None, {}, Selection.parse(None, None))
 
 
 def test_what_spark_s_catalog_has_and_cannot_be_read_gets_a_sentence(

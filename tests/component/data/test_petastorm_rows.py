@@ -52,7 +52,7 @@ def test_images_without_a_decoder_are_one_sentence(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(sys.modules, package, None)
     store = Store.open(str(ROWS))
     assert describe_parquet(store, ["matrix"]).columns[0].shape == (2, 3), "no image, no decoder"
-    with pytest.raises(InvalidInput, match="neither Pillow nor OpenCV is installed here: pip install pillow"):
+    with pytest.raises(InvalidInput, match="neither Pillow nor OpenCV is here: pip install pillow"):
         describe_parquet(store, ["picture"])
 
 

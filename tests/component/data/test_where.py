@@ -17,7 +17,7 @@ from deltalake import DeltaTable, write_deltalake
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.fit_rows import Selection, SnapshotRows, materialize_rows
+from spark_elastic.estimators.fit_rows import FileRows, Selection, materialize_rows, open_table_rows
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables import footers
 from spark_elastic.tables.existing_parquet import describe_files, find_data_files
@@ -416,9 +416,9 @@ def test_a_run_keeps_to_its_version_its_columns_and_its_where(
     write_deltalake(folder, table)
     asked = request(feature_cols=("feature",), label_cols=("same",))
 
-    def open_rows(columns: Any, where: Any) -> SnapshotRows:
+    def open_rows(columns: Any, where: Any) -> FileRows:
         session: Any = SimpleNamespace()
-        rows = SnapshotRows.open(session, folder, None, None, {}, Selection.parse(columns, where))
+        rows = open_table_rows(session, folder, None, None, {}, Selection.parse(columns, where))
         rows.check(asked)
         return rows
 
@@ -446,10 +446,10 @@ def test_a_run_keeps_to_its_tables_of_which_several_lie_in_one_folder(tmp_path: 
         write_deltalake(str(tmp_path / name), make_table())
     asked = request(feature_cols=("id",), label_cols=("same",))
 
-    def open_rows(table: str, seen: str) -> SnapshotRows:
+    def open_rows(table: str, seen: str) -> FileRows:
         session: Any = SimpleNamespace()
         tables = str(tmp_path / table), None, str(tmp_path / seen)
-        rows = SnapshotRows.open(session, *tables, {}, Selection.parse(None, None))
+        rows = open_table_rows(session, *tables, {}, Selection.parse(None, None))
         rows.check(asked)
         return rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import pyarrow.parquet as pq
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import ElasticConfig
@@ -28,10 +28,12 @@ from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.transformation import RowRandom
-from tests.component.injected_faults import inject_faults
+from tests.component.column_kinds import CLASSES as KINDS
+from tests.component.column_kinds import FEATURES
+from tests.component.injected_faults import await_fault, inject_faults
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH, Follower
 from tests.fit_configs import make_config
-from tests.planned_rows import list_row_ids
+from tests.planned_rows import list_row_ids, read_columns
 
 
 def build_dense() -> Any:
@@ -60,15 +62,6 @@ def build_two_heads() -> Any:
     rate = keras.optimizers.schedules.ExponentialDecay(0.05, 10, 0.9)
     optimizer = keras.optimizers.SGD(rate, momentum=0.9)
     model.compile(optimizer, [compute_squared_error, "mae"], loss_weights=[0.7, 0.002])
-    return model
-
-
-def build_ignoring() -> Any:
-    """Labels of one class do not count, so that the ranks' rows have different numbers of labels that do."""
-    x = keras.Input((WIDTH,), name="x")
-    model = keras.Model(x, keras.layers.Dense(CLASSES)(x))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
-    model.compile(keras.optimizers.SGD(0.1), loss)
     return model
 
 
@@ -116,25 +109,16 @@ def build_written() -> Any:
     return model
 
 
-@keras.saving.register_keras_serializable("tests")
-class Watched(keras.layers.Layer):
-    """Has a metric of its own."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.positive = keras.metrics.Mean("positive")
-
-    def call(self, x: Any) -> Any:
-        self.positive.update_state(keras.ops.cast(x > 0, x.dtype))
-        return x
-
-
-def build_watched() -> Any:
-    """A layer inside of another model has a metric."""
-    inner = keras.Sequential([keras.Input((WIDTH,)), Watched(), keras.layers.Dense(8)])
-    x = keras.Input((WIDTH,), name="x")
-    model = keras.Model(x, keras.layers.Dense(1)(inner(x)))
-    model.compile(keras.optimizers.SGD(0.01), "mse")
+def six_inputs() -> Any:
+    """A model of vectors, arrays, whole numbers, pictures, days and tokens."""
+    shapes = dict(zip(FEATURES, [(4,), (3,), (), (5,), (1,), (4,)], strict=True))
+    kinds = {name: "int32" if name == "n" else "float64" for name in FEATURES}
+    inputs = {name: keras.Input(shapes[name], dtype=kinds[name], name=name) for name in FEATURES}
+    parts = [keras.layers.Embedding(7, 2)(x) if name == "n" else x for name, x in inputs.items()]
+    output = keras.layers.Dense(KINDS)(keras.ops.tanh(keras.layers.Concatenate()(parts)))
+    model = keras.Model(list(inputs.values()), output)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
     return model
 
 
@@ -175,8 +159,7 @@ class Job:
 
     def columns(self, manifest: Manifest) -> tuple[Column, ...]:
         """Of the features."""
-        kinds = {"x": Column("x", "float64", (WIDTH,)), "y": Column("y", "int64")}
-        return tuple(kinds[name] for name in self.features)
+        return tuple(manifest.column(name) for name in self.features)
 
     def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> KerasTrainProgram:
         plan = self.plan(manifest)
@@ -204,6 +187,36 @@ class Job:
         return KerasTrainProgram(spec, objects)
 
 
+class CallbackCheck(keras.callbacks.Callback):
+    """Slows training down, so that a quick machine, too, is met in mid-epoch, and asserts that it is told all once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.steps = 0, 0
+        self.epochs: list[int] = []
+        self.ended: list[int] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.begun += 1
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epochs.append(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.01)
+        await_fault(self.epochs[-1], batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        assert logs["loss"] > 0
+        self.steps += 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.ended.append(epoch)
+        assert self.begun == 1
+        assert self.ended == self.epochs == list(range(epoch + 1)), "each epoch is told once (W6)"
+        assert self.steps == len(self.epochs) * self.params["steps"], "each step is told once (R1)"
+
+
 def train_elastic(
     job: Job, store: Store, manifest: Manifest, folder: Path, acts: Mapping[str, Callable[..., object]]
 ) -> LaunchResult:
@@ -228,21 +241,19 @@ def train_elastic(
 
 
 JOBS = {
-    "one output": Job(build_dense, validates=True),
     "row weights": Job(build_dense, weight="w", class_weight={1: 3.0, 2: 0.5}, validates=True),
     "two outputs": Job(build_two_heads, features=("x", "y"), labels=("w", "id")),
-    "ignored labels": Job(build_ignoring),
     "weights written in training": Job(build_written, labels=("w",)),
     "rows of a step compared": Job(build_pairs, weight="w", validates=True, loss_scope="step"),
-    "metrics of layers": Job(build_watched, labels=("w",), validates=True),
 }
 
 
-def train_plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], list[float]]:
-    """(weights, the epochs' losses) of Keras's own steps, in one process, on the same plan."""
-    table = pq.read_table(store.path("rows/part.parquet"))
-    columns = {name: table[name].to_numpy() for name in ("y", "w", "id")}
-    columns["x"] = np.stack(table["x"].to_numpy())
+def train_plain(
+    job: Job, store: Store, manifest: Manifest, numbers: Mapping[str, Any] | None = None
+) -> tuple[list[Any], list[float]]:
+    """(weights, the epochs' losses) of Keras's own steps, in one process, on the same plan. numbers: the whole table as
+    the transformation makes it; None: that is applied to the rows of each step."""
+    columns = numbers or read_columns(store, manifest)
     try:
         model, plan = job.archive().load(), job.plan(manifest)
         keras.config.set_floatx("float64")  # what train_on_batch makes of labels
@@ -256,7 +267,7 @@ def train_plain(job: Job, store: Store, manifest: Manifest) -> tuple[list[Any], 
                     by_class = np.array([job.class_weight.get(int(y), 1.0) for y in columns["y"][rows]])
                     weights = by_class if weights is None else weights * by_class
                 used = {name: columns[name][rows] for name in (*job.features, *job.labels)}
-                if job.transformation is not None:
+                if job.transformation is not None and numbers is None:
                     used = job.transformation(used, rng=RowRandom(SEED, epoch, rows))
                 model.reset_metrics()
                 logs = model.train_on_batch(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,9 +13,19 @@ import pytest
 
 from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.testing.fakes import ProcessLauncher
-from tests.component.injected_faults import await_fault, kill
-from tests.component.keras.job import JOBS, difference, train_elastic, train_plain, weights_of
-from tests.component.torch.job import ROWS, RUN, check_every_row_once, make_data
+from tests.component import column_kinds
+from tests.component.injected_faults import kill
+from tests.component.keras.job import (
+    JOBS,
+    CallbackCheck,
+    Job,
+    difference,
+    six_inputs,
+    train_elastic,
+    train_plain,
+    weights_of,
+)
+from tests.component.torch.job import ROWS, RUN, check_every_row_once, ledger_of, make_data
 from tests.patience import until
 from tests.scenarios import Fault
 
@@ -27,36 +36,6 @@ pytestmark = [
 ]
 
 
-class CallbackCheck(keras.callbacks.Callback):
-    """Slows training down, so that a quick machine, too, is met in mid-epoch, and asserts that it is told all once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.steps = 0, 0
-        self.epochs: list[int] = []
-        self.ended: list[int] = []
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.begun += 1
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.epochs.append(epoch)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        time.sleep(0.01)
-        await_fault(self.epochs[-1], batch)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        assert logs["loss"] > 0
-        self.steps += 1
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.ended.append(epoch)
-        assert self.begun == 1
-        assert self.ended == self.epochs == list(range(epoch + 1)), "each epoch is told once (W6)"
-        assert self.steps == len(self.epochs) * self.params["steps"], "each step is told once (R1)"
-
-
 @pytest.mark.scenario("G1", "G2", "G3")
 @pytest.mark.parametrize(
     "name",
@@ -65,9 +44,7 @@ class CallbackCheck(keras.callbacks.Callback):
         pytest.param("row weights", marks=pytest.mark.faults),
     ],
 )
-def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
-    tmp_path: Path, fault: Fault, name: str
-) -> None:
+def test_p1_p2_p3_p4_hold_under_two_kills(tmp_path: Path, fault: Fault, name: str) -> None:
     """One slot in the first epoch, and rank 0's in the second."""
     killed: list[int] = []
 
@@ -98,9 +75,7 @@ def test_p1_p2_p3_p4_hold_under_two_kills_with_rows_that_processes_augment(
 
 @pytest.mark.faults  # many processes import TensorFlow; tests/component/torch/test_training_hooks.py is in each build
 @pytest.mark.scenario("G5")
-def test_p7_all_workers_are_lost_and_training_continues_from_the_last_step(
-    tmp_path: Path, fault: Fault
-) -> None:
+def test_p7_all_workers_are_lost_and_training_continues_at_its_step(tmp_path: Path, fault: Fault) -> None:
     killed: list[int] = []
 
     data = make_data(tmp_path)
@@ -117,3 +92,28 @@ def test_p7_all_workers_are_lost_and_training_continues_from_the_last_step(
     assert len(killed) == 3
     assert [w for w in result.worlds if "memory has kept it" in w.reason], "nobody began from a kept commit"
     assert difference(weights_of(data[0]), train_plain(job, *data)[0]) < 1e-9
+
+
+KINDS = Job(six_inputs, column_kinds.FEATURES, transformation=column_kinds.numbers, workers=2)
+
+
+def test_a_transformation_of_images_is_tried_on_a_row_of_the_table(tmp_path: Path) -> None:
+    column_kinds.write(tmp_path, "arrow")
+    task = KINDS.task(*column_kinds.open_data(tmp_path))
+    try:
+        task.prepare()
+        task.close()
+    finally:
+        keras.config.set_floatx("float32")
+
+
+@pytest.mark.faults  # of the kinds of columns; each build has Keras's promises above
+def test_p1_p2_every_kind_of_column_under_a_kill(tmp_path: Path, fault: Fault) -> None:
+    column_kinds.write(tmp_path, "arrow")
+    data, job = column_kinds.open_data(tmp_path), replace(KINDS, callbacks=(CallbackCheck(),))
+    strike = {"epoch 1": lambda launcher: fault(kill, launcher, min(launcher.slots()))}
+    train_elastic(job, *data, tmp_path, strike)
+    rows = range(column_kinds.ROWS)
+    assert ledger_of(tmp_path / "ledger") == {(epoch, row): 1 for epoch in range(2) for row in rows}
+    theirs, _ = train_plain(job, *data, column_kinds.read_table(*data))
+    assert difference(weights_of(data[0]), theirs) < 1e-9

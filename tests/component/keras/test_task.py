@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from elastic_collectives import Group
@@ -39,12 +37,9 @@ def test_p2_a_world_of_two_equals_keras(name: str, tmp_path: Path) -> None:
     history = results[0]["history"]
     assert [epoch["loss"] for epoch in history] == pytest.approx(losses, rel=1e-9)
     assert [epoch["rows"] for epoch in history] == [ROWS] * job.epochs
-    if job.validates:
-        (name,) = {"val_accuracy", "val_positive"} & set(history[0]) or {"val_loss"}
-        assert all(
-            epoch["val_rows"] == ROWS and 0 < epoch[name] <= (4 if name == "val_loss" else 1)
-            for epoch in history
-        )
+    for epoch in history if job.validates else []:
+        assert epoch["val_rows"] == ROWS
+        assert 0 < epoch["val_accuracy" if name == "row weights" else "val_loss"] <= 4
 
 
 def test_a_worker_that_joins_behind_the_validation_knows_its_losses(tmp_path: Path) -> None:
@@ -57,27 +52,11 @@ def test_a_worker_that_joins_behind_the_validation_knows_its_losses(tmp_path: Pa
     keras.config.set_floatx("float32")
 
 
-def test_metrics_of_layers_see_each_row_once_an_epoch(tmp_path: Path) -> None:
-    store, manifest = make_data(tmp_path)
-    results = train_in_two(JOBS["metrics of layers"], store, manifest)
-    x = np.stack(pq.read_table(store.path("rows/part.parquet"))["x"].to_numpy())
-    for epoch in [*results[0]["history"], *results[1]["history"]]:
-        assert [epoch[name] for name in ("positive", "val_positive")] == pytest.approx([(x > 0).mean()] * 2)
-
-
 def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> None:
-    results = train_in_two(replace(JOBS["row weights"], epochs=1), *make_data(tmp_path, weight=0.0))
-    assert [math.isnan(results[0]["history"][0][name]) for name in ("loss", "val_loss")] == [True, True]
-
-
-@pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_losses_of_outputs_are_nan_only_where_all_sample_weights_are_zero(
-    weight: float, tmp_path: Path
-) -> None:
     job = replace(JOBS["two outputs"], weight="w", validates=True, epochs=1)
-    (entry, *_), *_ = (each["history"] for each in train_in_two(job, *make_data(tmp_path, weight)))
-    names = [prefix + name for prefix in ("", "val_") for name in ("w_loss", "id_loss")]
-    assert [math.isnan(entry[name]) for name in names] == [weight == 0] * 4
+    (entry, *_), *_ = (each["history"] for each in train_in_two(job, *make_data(tmp_path, weight=0.0)))
+    names = [prefix + name for prefix in ("", "val_") for name in ("loss", "w_loss", "id_loss")]
+    assert [name for name in names if not math.isnan(entry[name])] == []
 
 
 def train_in_two(job: Job, store: Store, manifest: Manifest) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.keras_objects import check_on_two_rows
-from tests.component.keras.job import JOBS, Job
+from tests.component.keras.job import JOBS, Job, compare_pairs
 from tests.component.torch.job import CLASSES, WIDTH, make_data
 from tests.fit_configs import change
 
@@ -67,24 +67,13 @@ CROSS_ENTROPY = "sparse_categorical_crossentropy"
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
-        (
-            make(WIDTH + 1, CROSS_ENTROPY),
-            rf"'x' of float64 \(2, {WIDTH}\), .* with ValueError: .*incompatible",
-        ),
-        (
-            make(WIDTH, "categorical_crossentropy"),
-            r"two rows of the data, .*'y' of int64 \(2,\), with ValueError: .*target",
-        ),
-        (
-            make(WIDTH, Squares(), 1),
-            r"made \(2, 2\) out of the model's output \(2, 1\) and labels \(2,\): give",
-        ),
+        (make(WIDTH + 1, CROSS_ENTROPY), rf"'x' of float64 \(2, {WIDTH}\), .* ValueError: .*incompatible"),
+        (make(WIDTH, "categorical_crossentropy"), r"'y' of int64 \(2,\), with ValueError: .*target"),
+        (make(WIDTH, Squares(), 1), r"\(2, 2\) out of the model's output \(2, 1\) and labels \(2,\): give"),
         (make(WIDTH, compute_wrong_loss), "with InvalidArgumentError: .*Incompatible shapes"),
     ],
 )
-def test_a_model_or_loss_that_fails_is_refused_in_one_sentence(
-    data: Data, build: Callable[[], Any], sentence: str
-) -> None:
+def test_what_fails_is_refused_in_one_sentence(data: Data, build: Callable[[], Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence) as caught:
         check(data, Job(build))
     assert not re.search(r"\n|\x1b|Arguments received", str(caught.value))
@@ -96,15 +85,6 @@ def test_what_trains_is_not_refused(data: Data, caplog: pytest.LogCaptureFixture
     check(data, JOBS[name])
     check(data, JOBS[name], {"max_workers": 3})
     assert not caplog.messages
-
-
-def compare_pairs(label: Any, output: Any) -> Any:
-    """A contrastive loss: each row is to be nearest to itself."""
-    unit = keras.ops.normalize(output)
-    near = keras.ops.matmul(unit, keras.ops.transpose(unit)) / 0.1
-    return keras.losses.sparse_categorical_crossentropy(
-        keras.ops.arange(keras.ops.shape(unit)[0]), near, from_logits=True
-    )
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -125,18 +105,16 @@ def make_spreading() -> Any:
 
 def test_a_loss_that_compares_rows_is_refused_by_name(data: Data, caplog: pytest.LogCaptureFixture) -> None:
     says = r"^the model's loss compares .*set loss_scope='step' .*loss_scope='worker'"
-    for loss, units in ((compare_pairs, CLASSES), (keras.losses.Tversky(), 1), (keras.losses.Circle(), 4)):
+    for loss, units in ((compare_pairs, 4), (keras.losses.Tversky(), 1), (keras.losses.Circle(), 4)):
         job = Job(make(WIDTH, loss, units))
         with pytest.raises(InvalidInput, match=says):
             check(data, job, {"max_workers": 3})
         check(data, job, {"max_workers": 3, "loss_scope": "step"})
     for scope in (None, "step"):
-        with pytest.raises(
-            InvalidInput, match=r"^what a layer adds .* compares the rows .* in the loss, and"
-        ):
+        with pytest.raises(InvalidInput, match=r"^what a layer adds .* compares the rows .* in the loss"):
             check(data, Job(make_spreading), {"max_workers": 3, "loss_scope": scope})
     caplog.clear()
-    check(data, Job(make(WIDTH, compare_pairs)), {"max_workers": 3, "loss_scope": "worker"})
+    check(data, Job(make(WIDTH, compare_pairs, 4)), {"max_workers": 3, "loss_scope": "worker"})
     assert "depend on the number of workers through the model's loss, which compares" in caplog.messages[0]
 
 
@@ -163,22 +141,20 @@ def compare_with_noise(label: Any, output: Any) -> Any:
 def make_layers(*makers: Callable[[], Any], loss: Any = compare_pairs) -> Callable[[], Any]:
     def build() -> Any:
         layers = [make_layer() for make_layer in makers]
-        model = keras.Sequential([keras.Input((WIDTH,), name="x"), *layers, keras.layers.Dense(CLASSES)])
+        model = keras.Sequential([keras.Input((WIDTH,), name="x"), *layers, keras.layers.Dense(4)])
         model.compile("sgd", loss)
         return model
 
     return build
 
 
-def test_the_scope_of_a_step_says_what_it_cannot_give_and_where_it_is_of_no_use(
-    data: Data, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_scope_of_a_step_says_what_it_cannot_give(data: Data, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"max_workers": 3, "loss_scope": "step"}
     check(
         data, Job(make_layers(lambda: keras.layers.Dropout(0.5), keras.layers.BatchNormalization)), settings
     )
     for build, sentence in (
-        (make_layers(Means), r"^loss_scope='step' joins .* shape \(1, 3\) for 2 rows and \(1, 3\) for 8"),
+        (make_layers(Means), r"^loss_scope='step' joins .* shape \(1, 4\) for 2 rows and \(1, 4\) for 8"),
         (make_layers(Noise), r"^loss_scope='step' computes outputs again .*SeedGenerator"),
         (make_layers(loss=compare_with_noise), r"^loss_scope='step' has each worker .* not the loss"),
     ):

@@ -10,7 +10,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.discovery import FixedHosts, JobHandle
+from spark_elastic.driver.discovery import HostPoller, JobHandle
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.errors import JobCancelled
 from spark_elastic.protocol.types import Limits
@@ -27,7 +27,7 @@ CLOCK = SystemClock()
 def _run(
     program: CountingProgram, launcher: LocalLauncher, listener: ActListener, **settings: Any
 ) -> LaunchResult:
-    discovery = FixedHosts({"a": 1, "b": 1}, CLOCK)
+    discovery = HostPoller(lambda: {"a": 1, "b": 1}, CLOCK)
     limits, config = Limits(2, 1, 2, gather_timeout=60.0), ElasticConfig(**settings)
     result = supervise(launcher, discovery, DriverOptions(), limits, config, "test", listener)
     sums = {json.loads(text)["sum"] for text in result.results if text != "null"}

@@ -1,8 +1,9 @@
-"""A network between clients and the server that cuts a connection at a byte, or holds a request back."""
+"""A network between clients and the server that cuts or resets a connection, or holds a request back."""
 
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from contextlib import suppress
 from enum import Enum
@@ -31,6 +32,7 @@ class CuttableNetwork:
         self.recorded = bytearray()  # all that clients have said
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
+        self._resets = False
         self._start(self._accept)
 
     def cut(self, way: Way, byte: int) -> None:
@@ -55,13 +57,22 @@ class CuttableNetwork:
         for target, part in held:
             target.sendall(part)
 
+    def reset(self) -> None:
+        """Both ends of every connection hear that it is unknown here; there are no new ones."""
+        self._resets = True
+        for each in self._sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
+
     def close(self) -> None:
-        for each in [self._listener, *self._sockets]:
+        sockets = [self._listener, *self._sockets]
+        for each in sockets:
             with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+                each.shutdown(socket.SHUT_RD if self._resets else socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(PATIENCE)
+        for each in sockets:
+            each.close()
 
     def _start(self, run: object, *arguments: object) -> None:
         thread = threading.Thread(target=run, args=arguments, name="network")  # type: ignore[arg-type]
@@ -87,7 +98,7 @@ class CuttableNetwork:
                     target.sendall(left)
                 if len(left) < len(part):
                     break
-            if is_held:
+            if is_held or self._resets:
                 return  # the server does not see that the client has hung up
         for each in (source, target):
             with suppress(OSError):

@@ -38,17 +38,15 @@ E = TypeVar("E", bound=DriverEvent | DriverMessage)
 R = TypeVar("R")
 
 
-def slot_of(worker: str) -> str:
-    return worker.rpartition(".")[0]
-
-
 def world(
     generation: int, *workers: str, reason: str = "start", positions: tuple[Position | None, ...] = ()
 ) -> World:
     """A world of `workers` in rank order, each on a host of its own."""
     brought = positions or (None,) * len(workers)
     members = tuple(
-        Member(worker, slot_of(worker), f"host-{rank}", rank, 0, 1, rank, len(workers), brought[rank])
+        Member(
+            worker, worker.rpartition(".")[0], f"host-{rank}", rank, 0, 1, rank, len(workers), brought[rank]
+        )
         for rank, worker in enumerate(workers)
     )
     return World(Fence(ATTEMPT, generation), members, None, reason)

@@ -26,9 +26,8 @@ Asks: TypeAlias = Callable[[], None]  # of hypothesis: sends `EXAMPLES` requests
 
 EXAMPLES = 25
 SHARED = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
-NAMES = st.sampled_from(["", "0-0", "0-0.1", "1-0", "generation/1", "x" * 600, "\ud800"]) | st.text(
-    max_size=20
-)
+KNOWN = st.sampled_from(["", "0-0", "0-0.1", "1-0", "generation/1", "x" * 600, "\ud800"])
+NAMES = KNOWN | st.text(max_size=20)
 NUMBERS = st.integers(-2, 8) | st.integers(-(2**70), 2**70)
 JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False, allow_infinity=False) | NAMES,
@@ -44,9 +43,8 @@ def _generate_wire_values(hint: Any) -> st.SearchStrategy[Any]:
         return st.just({"attempt": ATTEMPT, "generation": 1})
     if dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint)
-        return st.fixed_dictionaries(
-            {f.name: _generate_wire_values(hints[f.name]) for f in dataclasses.fields(hint)}
-        )
+        names = [field.name for field in dataclasses.fields(hint)]
+        return st.fixed_dictionaries({name: _generate_wire_values(hints[name]) for name in names})
     if isinstance(hint, type) and issubclass(hint, Enum):
         return st.sampled_from([member.value for member in hint])
     if origin is tuple:
@@ -150,9 +148,8 @@ def of_noise(port: int) -> Asks:
 
 def for_pages(asking: http.client.HTTPConnection) -> Asks:
     """The status page is for its token alone."""
-    words = st.text(
-        st.characters(min_codepoint=33, max_codepoint=255, exclude_categories=["Cc"]), max_size=60
-    )
+    signs = st.characters(min_codepoint=33, max_codepoint=255, exclude_categories=["Cc"])
+    words = st.text(signs, max_size=60)
 
     @SHARED
     @given(

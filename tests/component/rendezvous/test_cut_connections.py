@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import typing
-from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -19,13 +18,6 @@ from tests.component.rendezvous.cut_connections import CuttableNetwork, Way
 from tests.component.rendezvous.driver_side import ATTEMPT, Driver, world
 
 SAMPLED = 4  # bytes at which each way of each request is cut in a short run
-
-
-@pytest.fixture
-def network(driver: Driver) -> Iterator[CuttableNetwork]:
-    made = CuttableNetwork(driver.port)
-    yield made
-    made.close()
 
 
 def make_value(hint: Any) -> Any:
@@ -59,13 +51,6 @@ def ask_cut(
         return client.ask(request)
 
 
-def count_bytes(
-    driver: Driver, network: CuttableNetwork, request: DriverRequest[Any]
-) -> tuple[Any, dict[Way, int]]:
-    answer = ask_cut(driver, network, request, Way.REQUEST, 1 << 30)
-    return answer, network.count()
-
-
 @pytest.mark.parametrize("request_class", REQUESTS)
 @pytest.mark.parametrize(
     "sampled", [SAMPLED, pytest.param(1 << 30, marks=pytest.mark.faults)], ids=["some bytes", "every byte"]
@@ -76,7 +61,7 @@ def test_a_request_that_is_cut_anywhere_is_answered_as_an_undisturbed_one(
     driver.server.publish(world(1, "0-0.1"))
     values = driver.server._state.values
     request = make_value(request_class)
-    answer, lengths = count_bytes(driver, network, request)
+    answer, lengths = ask_cut(driver, network, request, Way.REQUEST, 1 << 30), network.count()
     fresh = {"token": str} if hasattr(request, "token") else {}
     expected, stored = driver.events.qsize(), driver.call_in_loop(lambda: values.get("scope", ("scope",)))
     for way, length in lengths.items():

@@ -50,26 +50,22 @@ def _live(address: str, job: int, together: threading.Barrier) -> list[WorldView
     """One slot and its worker, through all rounds."""
     worlds: list[WorldView] = []
     with RendezvousClient(address, KEY, 1, SystemClock(), 60.0) as client:
-        slot, worker = client, client
-        slot.ask(RegisterSlot(f"{job}-0", f"host-{job // 8}", job, facts={}))
-        slot.ask(WorkerStarted(f"{job}-0", f"{job}-0.1"))
+        client.ask(RegisterSlot(f"{job}-0", f"host-{job // 8}", job, facts={}))
+        client.ask(WorkerStarted(f"{job}-0", f"{job}-0.1"))
         for number in range(ROUNDS):
             together.wait(60)
             fence = worlds[-1].fence if worlds else None
             position = Position(0, Phase.TRAIN, number) if worlds else None
-            answer = worker.ask(
-                RequestNextWorld(
-                    f"{job}-0.1", fence, position, planned=bool(worlds), address=f"host-{job}:7000"
-                ),
-                hold=MAX_POLL_SECONDS,
-            )
+            more = {"planned": bool(worlds), "address": f"host-{job}:7000"}
+            request = RequestNextWorld(f"{job}-0.1", fence, position, **more)
+            answer = client.ask(request, hold=MAX_POLL_SECONDS)
             world = answer.world
             assert world is not None, answer
             assert (world.me.worker, world.size, answer.addresses) == (f"{job}-0.1", WORKERS, ())
             peers = world.me.rank, (world.me.rank + 1) % WORKERS
-            mine, _ = worker.ask(FindAddresses(f"{job}-0.1", world.fence, peers)).addresses
+            mine, _ = client.ask(FindAddresses(f"{job}-0.1", world.fence, peers)).addresses
             assert mine == f"host-{job}:7000"
-            worker.ask(WorldFormed(f"{job}-0.1", world.fence))
+            client.ask(WorldFormed(f"{job}-0.1", world.fence))
             worlds.append(world)
     return worlds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import DriverUnreachable, InvalidInput, Unauthorized
 from spark_elastic.protocol.messages import Heartbeat
+from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.http_server import Bind
-from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, LogLines, WatchSlot
+from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, VERSION, LogLines, WatchSlot
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, start_driver
@@ -77,9 +79,8 @@ def test_every_interface_needs_an_address_to_advertise(host: str) -> None:
 
 def test_an_address_that_cannot_be_bound_is_named(deaf: socket.socket) -> None:
     port = deaf.getsockname()[1]
-    with pytest.raises(
-        InvalidInput, match=rf"The driver cannot listen on 127\.0\.0\.1 port {port} .*driver_port"
-    ):
+    said = rf"The driver cannot listen on 127\.0\.0\.1 port {port} .*driver_port"
+    with pytest.raises(InvalidInput, match=said):
         _server(Bind("127.0.0.1", port)).start()
     with pytest.raises(InvalidInput, match=r"192\.0\.2\.1 .*bind_address"):
         _server(Bind("192.0.2.1")).start()
@@ -93,21 +94,39 @@ def test_a_driver_that_does_not_answer_is_named_by_host_and_port(deaf: socket.so
     _assert_unreachable("no-such-host.invalid:5")
 
 
-def test_what_speaks_no_http_is_named_by_host_and_port(deaf: socket.socket) -> None:
-    """A wrong port, for instance."""
+SESSION = json.dumps({"v": VERSION, "session": "0" * 32})
+OK = "HTTP/1.1 200 OK\r\n"
+FORGED = f"{auth.REPLY_HEADER}: {'0' * 64}\r\ncontent-length: {len(SESSION)}\r\n\r\n{SESSION}"
 
-    def greet() -> None:
+
+@pytest.mark.parametrize(
+    ("said", "error", "why"),
+    [
+        ("SSH-2.0-OpenSSH\r\n\r\n", DriverUnreachable, r"does not answer \(what came is not HTTP"),
+        (f"{OK}content-length: {10**14}\r\n\r\n", DriverUnreachable, f"answer of {10**14} bytes"),
+        (f"{OK}{FORGED}", Unauthorized, "does not hold this job's key"),
+    ],
+    ids=["a wrong port", "an answer that would take all memory", "a reply signed without the key"],
+)
+def test_whoever_else_answers_at_the_drivers_address_is_refused(
+    said: str, error: type[Exception], why: str, deaf: socket.socket
+) -> None:
+    def answer() -> None:
         with suppress(OSError):
             while True:
                 accepted, _ = deaf.accept()
                 with accepted:
-                    accepted.sendall(b"SSH-2.0-OpenSSH\r\n\r\n")
+                    accepted.sendall(said.encode())
                     accepted.recv(65536)
 
-    thread = threading.Thread(target=greet)
+    thread = threading.Thread(target=answer)
     thread.start()
     try:
-        _assert_unreachable(f"127.0.0.1:{deaf.getsockname()[1]}", "what came is not HTTP")
+        with (
+            RendezvousClient(f"127.0.0.1:{deaf.getsockname()[1]}", KEY, ATTEMPT, SystemClock()) as client,
+            pytest.raises(error, match=why),
+        ):
+            client.ask(Heartbeat("1-0"), within=0.3)
     finally:
         deaf.shutdown(socket.SHUT_RDWR)
         thread.join(PATIENCE)
@@ -119,13 +138,13 @@ def test_a_request_beyond_the_limit_is_refused_before_it_is_sent() -> None:
             client.ask(LogLines("1-0", None, None, ("x" * MAX_BODY_BYTES,)))
 
 
-def _assert_unreachable(address: str, why: str = "") -> None:
+def _assert_unreachable(address: str) -> None:
     clock = SystemClock()
     client = RendezvousClient(address, KEY, ATTEMPT, clock)
     began = clock.now()
     try:
-        with pytest.raises(DriverUnreachable, match=rf"{address} does not answer \({why}"):
-            client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS, within=0.3)
+        with pytest.raises(DriverUnreachable, match=rf"{address} does not answer \("):
+            client.ask(WatchSlot("1-0"), hold=MAX_POLL_SECONDS, within=0.3)
     finally:
         client.close()
     # By default 30 s, the hold of a poll included; here 0.3 s, and what a busy machine adds.
@@ -137,12 +156,12 @@ def test_a_driver_that_stops_answering_is_named_and_reached_again_when_it_contin
     wake = threading.Event()
     client = driver.client(timeout=3.0)  # the answer has a second after the hold
     # An idle poll ends in time, though asked to be held for long.
-    assert client.ask(WatchSlot("1-0", 0), hold=20.0).release is None
+    assert client.ask(WatchSlot("1-0"), hold=20.0).release is None
     client.timeout = 0.6
     driver.server._submit(lambda: wake.wait(PATIENCE) and None)
     try:
         with pytest.raises(DriverUnreachable, match=f"{driver.server.address} does not answer"):
-            client.ask(WatchSlot("1-0", 0), hold=20.0)
+            client.ask(WatchSlot("1-0"), hold=20.0)
     finally:
         wake.set()
     assert driver.client().ask(Heartbeat("1-0")).stop is None

@@ -88,11 +88,6 @@ def test_oversized_requests_are_refused_and_the_next_one_answered(size: int) -> 
         assert get(status_app.url(server.url)).status == 200
 
 
-def test_without_a_status_app_there_is_no_page() -> None:
-    with serve_pages(pages=False) as (server, _):
-        assert get(f"http://{server.address}/status/").status == 401
-
-
 def on_localhost(server: RendezvousServer) -> str:
     return server.address.replace(ELSEWHERE, "127.0.0.1")
 
@@ -112,8 +107,9 @@ def test_a_port_that_another_process_uses_on_localhost_is_not_taken() -> None:
             assert get(status_app.url(server.url)).status == 200
 
 
-def test_without_pages_nothing_listens_on_localhost() -> None:
+def test_without_pages_there_is_none_and_nothing_listens_on_localhost() -> None:
     with serve_pages(bind=Bind(ELSEWHERE), pages=False) as (server, _):
+        assert get(f"http://{server.address}/status/").status == 401
         host, port = on_localhost(server).split(":")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)), timeout=5)

@@ -52,7 +52,7 @@ def driver(certificate: auth.Certificate, status_app: StatusApp) -> Iterator[Dri
 def test_requests_and_long_polls_over_tls(driver: Driver) -> None:
     client = driver.client()
     assert client.ask(Heartbeat("1-0")).stop is None
-    waiting = driver.call_in_thread(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: client.ask(WatchSlot("1-0"), hold=MAX_POLL_SECONDS))
     driver.until_polls(1)
     client.close()
     with pytest.raises(ConnectionClosed):
@@ -92,11 +92,9 @@ def test_plain_requests_to_a_tls_server_get_no_answer(driver: Driver) -> None:
     assert driver.events.empty()
 
 
-def test_a_recorded_session_cannot_be_played_again(driver: Driver) -> None:
-    network = CuttableNetwork(driver.port)
+def test_a_recorded_session_cannot_be_played_again(driver: Driver, network: CuttableNetwork) -> None:
     with driver.client(address=network.address) as client:
         client.ask(WorkerExited("1-0", "1-0.1", 0))
-    network.close()
     assert driver.await_event(WorkerExited).exit_code == 0
     assert len(network.recorded) > 1000
     for size in (len(network.recorded), len(network.recorded) // 2):
@@ -105,8 +103,7 @@ def test_a_recorded_session_cannot_be_played_again(driver: Driver) -> None:
             connection.shutdown(socket.SHUT_WR)
             with suppress(ConnectionResetError):
                 read_all(connection)
-    with driver.client() as client:
-        client.ask(Heartbeat("1-0"))
+    driver.client().ask(Heartbeat("1-0"))
     first = driver.events.get(timeout=PATIENCE)
     assert isinstance(first, Received)
     assert first.message == Heartbeat("1-0")

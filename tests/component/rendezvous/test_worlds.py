@@ -48,10 +48,10 @@ def test_a_join_waits_for_its_world(driver: Driver) -> None:
 def test_a_worker_that_is_no_member_of_the_new_world_keeps_waiting(driver: Driver) -> None:
     worker = driver.client()
     driver.server.publish(world(1, A, B))
-    answer = worker.ask(RequestNextWorld(C, None, None), hold=0.1)
+    answer = worker.ask(RequestNextWorld(C), hold=0.1)
     assert answer.is_undecided
     driver.server.publish(world(2, A, B, C))
-    answer = worker.ask(RequestNextWorld(C, None, None), hold=MAX_POLL_SECONDS)
+    answer = worker.ask(RequestNextWorld(C), hold=MAX_POLL_SECONDS)
     assert answer.world is not None
     assert answer.world.fence.generation == 2
 
@@ -60,11 +60,11 @@ def test_a_repeated_join_is_answered_without_a_second_event(driver: Driver) -> N
     """The reply may have been lost on the way."""
     worker = driver.client()
     new = world(1, A)
-    waiting = hold(driver, worker, RequestNextWorld(A, None, None))
+    waiting = hold(driver, worker, RequestNextWorld(A))
     driver.await_event(RequestNextWorld)
     driver.server.publish(new)
     assert waiting.result(PATIENCE).world == new.view_of(A)
-    assert worker.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS).world == new.view_of(A)
+    assert worker.ask(RequestNextWorld(A), hold=MAX_POLL_SECONDS).world == new.view_of(A)
     assert driver.events.empty()
 
 
@@ -144,15 +144,15 @@ def test_progress_with_nan_and_infinity_becomes_an_event(driver: Driver) -> None
 
 def test_a_stop_reaches_join_watch_and_later_requests(driver: Driver) -> None:
     worker = driver.client()
-    joining = hold(driver, worker, RequestNextWorld(A, None, None))
+    joining = hold(driver, worker, RequestNextWorld(A))
     watching = hold(driver, worker, WatchWorker(A))
     driver.await_event(RequestNextWorld)
     driver.server.stop_worker(A, "its slot is drained")
     assert joining.result(PATIENCE) == NextWorld(stop="its slot is drained")
     assert watching.result(PATIENCE).stop == "its slot is drained"
-    assert worker.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS).stop == "its slot is drained"
+    assert worker.ask(RequestNextWorld(A), hold=MAX_POLL_SECONDS).stop == "its slot is drained"
     other = driver.client()
-    assert other.ask(RequestNextWorld(B, None, None), hold=0.05).is_undecided
+    assert other.ask(RequestNextWorld(B), hold=0.05).is_undecided
 
 
 def test_r15_done_waits_for_the_acknowledgement_or_another_world(driver: Driver) -> None:
@@ -175,7 +175,7 @@ def test_r10_another_attempt_and_an_older_generation_are_stale(driver: Driver) -
     driver.server.publish(world(2, A))
     old = driver.client(attempt=ATTEMPT - 1)
     with pytest.raises(StaleGeneration, match=f"attempt {ATTEMPT}"):
-        old.ask(RequestNextWorld(A, None, None), hold=MAX_POLL_SECONDS)
+        old.ask(RequestNextWorld(A), hold=MAX_POLL_SECONDS)
     worker = driver.client()
     with pytest.raises(StaleGeneration, match="followed by 2"):
         worker.ask(WorldFormed(A, Fence(ATTEMPT, 1)))

@@ -156,71 +156,83 @@ def batch_of(step: int) -> tuple[Any, Any]:
 
 
 def fit(epochs: int, steps: int, lost: int, joined: int) -> dict[str, Any]:
-    """`model.fit` over the batches of `train`, with Horovod's elastic callbacks.
+    """`model.fit` with Horovod's callbacks on either backend of Keras. Each rank trains its share of every step's rows,
+    so that only exchanged gradients give the weights of one process.
 
     lost, joined: steps that are not taken before a second world is there, and before it has two workers.
     """
+    import sys
     import time
 
     import keras
 
     import spark_elastic.keras as hvd
-    from tests.component.tensorflow.loops import batches_from, net
+    from tests.component.tensorflow.loops import iterate_shares, net
     from tests.component.torch.hand_written import await_size, hold
 
     hvd.init()
-    keras.utils.set_random_seed(7 + hvd.rank())
+    keras.utils.set_random_seed(7 + hvd.rank())  # what rank 0 begins with counts, for newcomers too
     model = net()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), "mse")
     state: Any = hvd.elastic.KerasState(model, batch=0, epoch=0, initial=model.get_weights())
-    trained: list[int] = []
+    told: dict[str, list[Any]] = {"trained": [], "rates": [], "own": [], "average": []}
 
     class SlowSteps(keras.callbacks.Callback):  # type: ignore[misc] # untyped
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             step = state.epoch * steps + state.batch
             hold(state, 2 if step == lost else None)
             await_size(state, 2 if step >= joined else 1)
+            told["rates"].append(float(model.optimizer.learning_rate))
             time.sleep(0.05)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            trained.append(state.epoch * steps + state.batch)
-            print(f"step {trained[-1] + 1}", flush=True)  # noqa: T201 - what the test waits for
+            told["trained"].append(state.epoch * steps + state.batch)
+            print(f"step {told['trained'][-1] + 1}", flush=True)  # noqa: T201 - what the test waits for
 
-    callbacks = [
-        hvd.elastic.CommitStateCallback(state),
-        SlowSteps(),
-        hvd.elastic.UpdateBatchStateCallback(state),
-        hvd.elastic.UpdateEpochStateCallback(state),
-    ]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            told["own"].append(logs["loss"])
 
     @hvd.elastic.run
     def loop(state: Any) -> None:
-        model.fit(
-            batches_from(state.epoch * steps + state.batch),
+        history = model.fit(
+            iterate_shares(state.epoch * steps + state.batch, hvd.rank(), hvd.size()),
             initial_epoch=state.epoch,
             epochs=epochs,
             steps_per_epoch=steps,
-            callbacks=callbacks,
             verbose=0,
+            callbacks=[
+                hvd.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=1),
+                SlowSteps(),
+                hvd.callbacks.MetricAverageCallback(),
+                hvd.elastic.UpdateBatchStateCallback(state),
+                hvd.elastic.UpdateEpochStateCallback(state),
+                hvd.elastic.CommitStateCallback(state),
+            ],
         )
+        told["average"] = history.history["loss"]
 
     loop(state)
     alone = net()
     if hvd.rank() == 0:
         alone.set_weights(state.initial)
         alone.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
-        alone.fit(batches_from(0), epochs=epochs, steps_per_epoch=steps, verbose=0)
-    return {
+        warm = hvd.callbacks.LearningRateScheduleCallback(
+            0.05, lambda epoch: (epoch + 1 / steps + 1) / 2, end_epoch=1, staircase=False
+        )  # as for two workers
+        rows = iterate_shares(0, 0, 1)
+        alone.fit(rows, epochs=epochs, steps_per_epoch=steps, verbose=0, callbacks=[warm])
+    return told | {
         "weights": model.get_weights(),
         "slots": [keras.ops.convert_to_numpy(v.value) for v in model.optimizer.variables],
-        "plain": alone.get_weights() if hvd.rank() == 0 else None,
-        "trained": trained,
+        "plain": alone.get_weights(),
         "position": (state.epoch, state.batch),
+        "tensorflow": "spark_elastic.tensorflow" in sys.modules,
     }
 
 
-def batches_from(step: int) -> Any:
-    """All batches from that one on."""
+def iterate_shares(step: int, rank: int, size: int) -> Any:
+    """That rank's rows of all batches from that one on."""
     while True:
-        yield batch_of(step)
+        ids, labels = batch_of(step)
+        yield ids[rank::size], labels[rank::size]
         step += 1

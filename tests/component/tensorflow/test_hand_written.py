@@ -64,17 +64,27 @@ def test_a_planned_end_of_a_host_costs_no_step_of_a_graph(fault: Fault) -> None:
 
 
 @pytest.mark.scenario("S11")
-def test_a_worker_dies_in_fit_and_another_joins_in_the_middle_of_an_epoch(fault: Fault) -> None:
+@pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.faults)])
+def test_a_worker_dies_in_fit_and_another_joins_in_the_middle_of_an_epoch(backend: str, fault: Fault) -> None:
     # The loop waits for the second world, which never comes where nobody dies.
     limit = {} if fault.on else {"max_runtime": 20.0}
-    run = Run(loops.fit, (5, 7, 16, 24), room=2, num_workers=2, env=QUIET, **limit)
-    run.at(10, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
-    results = run.results()
-    assert_replicas(results)
-    # Keras computes the loss in float32, whatever the model's type.
-    assert measure_difference(results[0]["weights"], results[0]["plain"]) < 1e-5
-    assert {result["position"] for result in results} == {(5, 0)}
-    assert results[0]["trained"][-1] == 34
-    trained = results[0]["trained"]
-    assert len(trained) - len(set(trained)) <= 1, "the step in flight alone may be twice"
+    epochs, steps, lost, joined = 3, 8, 12, 16
+    env = QUIET | {"KERAS_BACKEND": backend}
+    run = Run(loops.fit, (epochs, steps, lost, joined), room=2, num_workers=2, env=env, **limit)
+    run.at(lost - 2, lambda: fault(run.workers()[0].kill))
+    leader, joiner = results = run.results()
     assert sizes_in(run.sizes())[:3] == [2, 1, 2]
+    assert_replicas(results)
+    # Keras computes the loss in float32, whatever the model's type, and on torch all else.
+    assert measure_difference(leader["weights"], leader["plain"]) < 1e-5
+    assert set(leader["trained"]) == set(range(epochs * steps))
+    assert len(leader["trained"]) <= epochs * steps + 1, "the step in flight alone may be twice"
+    assert joiner["trained"][0] > lost, "the second one is no joiner"
+    warm = [0.05 * (step / steps + 1) / 2 for step in range(1, steps + 1)]
+    assert leader["rates"][:steps] == pytest.approx(warm, rel=1e-6)
+    assert leader["own"][-1] != joiner["own"][-1]
+    assert leader["average"][-1] == joiner["average"][-1]
+    assert leader["average"][-1] == pytest.approx((leader["own"][-1] + joiner["own"][-1]) / 2)
+    for result in results:
+        assert result["position"] == (epochs, 0)
+        assert backend == "tensorflow" or not result["tensorflow"]

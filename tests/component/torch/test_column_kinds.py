@@ -16,9 +16,17 @@ from spark_elastic.data.reading.readers import open_reader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.torch.spec import TorchUserObjects
-from tests.component.column_kinds import CLASSES, FEATURES, ROWS, numbers, open_data, read_table, write
+from tests.component.column_kinds import (
+    CLASSES,
+    FEATURES,
+    READERS,
+    ROWS,
+    numbers,
+    open_data,
+    read_table,
+    write,
+)
 from tests.component.injected_faults import inject_faults, kill
-from tests.component.readers import READERS
 from tests.component.torch.job import (
     Follower,
     Job,

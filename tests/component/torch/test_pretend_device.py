@@ -32,7 +32,7 @@ KILLS = (
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("tests", "least"),
-    [(BODIES, 25), pytest.param(KILLS, 2, marks=pytest.mark.faults)],
+    [(BODIES, 19), pytest.param(KILLS, 2, marks=pytest.mark.faults)],
     ids=["bodies", "kills"],
 )
 def test_trainings_on_the_pretend_accelerator(tests: tuple[str, ...], least: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,35 +20,22 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Post
 from spark_elastic.monitoring.listener import JobListener
-from spark_elastic.protocol.types import Limits, SlotSpec
+from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from tests.component.worker.moments import HeldProgram
 from tests.journals import keep_journal
 
 
-@dataclass
+@dataclass(frozen=True)
 class JobProgress:
     """How far the job has come."""
 
-    # The newest step that rank 0 reported.
-    step: int = 0
-    # Of all worlds so far.
-    sizes: tuple[int, ...] = ()
-    # Lines that workers wrote.
-    lines: tuple[str, ...] = ()
+    step: int = 0  # the newest that rank 0 reported
+    sizes: tuple[int, ...] = ()  # of all worlds so far
+    lines: tuple[str, ...] = ()  # that workers wrote
 
 
 Act = tuple[Callable[[JobProgress], bool], Callable[[], object]]
-
-
-class Cluster(ProcessLauncher):
-    """Remembers how its slots reach the driver."""
-
-    contact: SlotSpec
-
-    def start(self, spec: SlotSpec, post: Post) -> None:
-        self.contact = spec
-        super().start(spec, post)
 
 
 @dataclass
@@ -68,21 +56,20 @@ class Job(JobListener):
     faults: bool = True
 
     def __post_init__(self) -> None:
-        self.cluster = Cluster(
+        self.cluster = ProcessLauncher(
             self.program,
             SystemClock(),
             slots_per_host=self.slots_per_host,
             room=self.room or self.size,
             collective_timeout=self.collective_timeout,
+            spare_after=100.0,  # what a slot does with a spare is in test_slot_agent.py
         )
         self.moment = JobProgress()
         self.journal: list[str] = []  # its lines, once the job is over
         self.post: Post = lambda event: None
         self._acts: list[Act] = []
-        self._playing = 0
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._failed: list[BaseException] = []
+        self._played: list[Future[object]] = []
+        self._lock = threading.RLock()
 
     def act_at_step(self, step: int, act: Callable[[], object], world: int = 1) -> None:
         """Run `act` when rank 0 has reported that step and the world of that number (1: the first) is published."""
@@ -98,24 +85,18 @@ class Job(JobListener):
 
     def run(self, **limits: Any) -> LaunchResult:
         """Run the job to its end and check that its result is exact."""
-        bounds = Limits(
-            **{
-                "num_workers": self.size,
-                "min_workers": 1,
-                "max_workers": self.size,
-                "gather_timeout": 60.0,
-                **limits,
-            }
-        )
-        try:
-            self._release(not self.faults)
-            with keep_journal(self.config) as (config, self.journal):
-                result = supervise(self.cluster, self, DriverOptions(), bounds, config, "test", self)
-        finally:
-            for thread in self._threads:
-                thread.join()
-            self._release(True)
-        assert not self._failed, self._failed
+        size = {"num_workers": self.size, "min_workers": 1, "max_workers": self.size}
+        bounds = Limits(**{**size, "gather_timeout": 60.0, **limits})
+        with ThreadPoolExecutor(thread_name_prefix="act") as self._pool:
+            try:
+                self._release(not self.faults)
+                with keep_journal(self.config) as (config, self.journal):
+                    result = supervise(self.cluster, self, DriverOptions(), bounds, config, "test", self)
+            finally:
+                wait(self._played)
+                self._release(True)
+        for act in self._played:
+            act.result()
         sums = {json.loads(text)["sum"] for text in result.results if text != "null"}
         assert sums == {self.program.expected_sum()}, "a step was lost, repeated or half applied"
         return result
@@ -151,25 +132,16 @@ class Job(JobListener):
             self.moment = moment = change(self.moment)
             due = [act for when, act in self._acts if when(moment)]
             self._acts = [(when, act) for when, act in self._acts if not when(moment)]
-            self._playing += len(due)
             for act in due:
-                self._threads.append(threading.Thread(target=self._play, args=(act,), name="act"))
-                self._threads[-1].start()
-            self._release(self._is_over())
-
-    def _play(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except BaseException as error:
-            self._failed.append(error)
-        with self._lock:
-            self._playing -= 1
+                self._played.append(self._pool.submit(act))
+                self._played[-1].add_done_callback(lambda act: self._meet(lambda now: now))
             self._release(self._is_over())
 
     def _is_over(self) -> bool:
         """Nothing will come any more, or an act failed."""
-        played = not self._acts and not self._playing
-        return bool(self._failed) or (played and self.until(self.moment))
+        ended = [act for act in self._played if act.done()]
+        has_played = not self._acts and len(ended) == len(self._played)
+        return any(act.exception() for act in ended) or (has_played and self.until(self.moment))
 
     def _release(self, free: bool) -> None:
         if free and isinstance(self.program, HeldProgram):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from spark_elastic.protocol.types import Position, WorldView
 from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle
 
-LONG = 1.5  # seconds
+LONG = 1.0  # seconds
 LOOK_EVERY = 0.03  # seconds
 HELD_AT_MOST = 60.0  # seconds in one world; then it continues, and the test sees what is missing
 
@@ -83,6 +84,19 @@ class ActListener(JobListener):
         self.sizes.append(size)
         if len(self.sizes) > 1:
             self._then()
+
+
+class NeverReturns(CountingProgram):
+    """Rank 1 of the first world calls C code that keeps the interpreter's lock for ever."""
+
+    def run(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
+        if world.fence.generation == 1 and group.rank == 1:
+            self.call_c_code()
+        return super().run(world, group, handle)
+
+    def call_c_code(self) -> None:
+        nothing_comes, _ = os.pipe()
+        ctypes.PyDLL(None).read(nothing_comes, ctypes.create_string_buffer(1), 1)
 
 
 class SlowSync(HeldProgram):

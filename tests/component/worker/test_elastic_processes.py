@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
@@ -26,9 +25,8 @@ from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import decode_result
-from tests.component.worker.losses import Job, sizes
+from tests.component.worker.losses import Job
 from tests.component.worker.moments import HeldProgram
-from tests.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
@@ -77,23 +75,6 @@ def test_a_function_without_a_loop_begins_again_in_new_processes_of_the_same_wor
     assert [worker.number for worker in workers].count(1) == 2
     assert places == tuple(f"{rank} of {len(places)} at 127.0.0.1" for rank in range(len(places)))
     assert all(ports)
-
-
-def test_a_killed_worker_is_replaced_by_its_warm_spare() -> None:
-    job = Job(HeldProgram(20, 0.02), size=2, until=lambda now: len(now.sizes) >= 2 == now.sizes[-1])
-
-    def inject_fault() -> None:
-        slot = psutil.Process(job.cluster.slots()[min(job.cluster.slots())])
-        until(lambda: len(slot.children()) == 2)
-        worker, spare = sorted(slot.children(), key=lambda child: child.create_time())
-        worker.kill()
-        until(lambda: spare in job.workers())
-
-    job.act_at_step(10, inject_fault)
-    seen = sizes(job.run())
-    assert seen[0] == 2
-    assert seen[-1] == 2
-    assert len(seen) >= 2
 
 
 def test_the_job_starts_again_when_all_workers_die_at_once() -> None:

@@ -27,7 +27,6 @@ from spark_elastic.worker.forking import AdoptedProcess, ForkedProcess, fork_ser
 from tests.patience import until
 
 FORKED, SPAWNED = ("json",), None
-TORCH = ("torch", "torch._dynamo")
 
 
 @pytest.fixture(autouse=True)
@@ -150,23 +149,12 @@ def test_a_forked_process_looks_like_a_spawned_one() -> None:
     assert forked == spawned
 
 
-def test_the_slot_gets_the_exit_code_of_a_forked_process() -> None:
-    with ForkedChild(FORKED, lambda: sys.exit(3)) as life:
-        assert life.end() == 3
-    with ForkedChild(FORKED, lambda: None) as life:
-        life.await_warm()
-        life.child.kill()
-        assert life.end() == -signal.SIGKILL
-
-
-def test_one_fork_server_serves_several_processes() -> None:
-    with ForkedChild(FORKED, lambda: None) as first:
-        first.await_warm()
-        server = fork_server_cache.pid
-    with ForkedChild(FORKED, lambda: None) as second, ForkedChild(FORKED, lambda: None) as third:
-        assert second.await_warm().ppid() == third.await_warm().ppid() == os.getpid()
-        assert server is not None
-        assert fork_server_cache.pid == server
+def test_the_slot_gets_the_exit_codes_of_processes_of_one_fork_server() -> None:
+    with ForkedChild(FORKED, lambda: sys.exit(3)) as first, ForkedChild(FORKED, lambda: None) as second:
+        assert first.end() == 3
+        assert second.await_warm().ppid() == os.getpid()
+        second.child.kill()
+        assert second.end() == -signal.SIGKILL
 
 
 def test_another_environment_needs_another_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,22 +201,6 @@ def test_a_forked_process_and_its_server_end_with_the_slot(tmp_path: Path) -> No
     assert not alive
 
 
-def fork_sleeper() -> int:
-    if pid := os.fork():
-        return pid
-    signal.pause()
-    raise AssertionError
-
-
-def test_what_a_program_forks_ends_with_the_process_whatever_ends_it() -> None:
-    with ForkedChild(FORKED, fork_sleeper) as child:
-        process = child.await_warm()
-        sleeper = psutil.Process(int(child.lines.get(timeout=60.0)))
-        assert sleeper.ppid() == process.pid
-        process.kill()
-        until(lambda: not sleeper.is_running())
-
-
 def fork_sleeper_and_end() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with suppress(PermissionError):  # what it forks gets its turn after its end
@@ -259,9 +231,7 @@ def test_a_forked_process_outlives_its_server_and_the_next_process_gets_a_new_se
         assert first.end() == 0
 
 
-def test_a_process_is_spawned_if_the_fork_server_dies_before_the_fork(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_is_spawned_if_its_server_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_module(tmp_path, monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with ForkedChild(("written",), lambda: None, forked=False) as life:
         assert life.await_warm().ppid() == os.getpid()
@@ -308,18 +278,14 @@ def test_a_process_is_spawned_where_no_fork_is_safe(tmp_path: Path, monkeypatch:
         assert life.read_message() == "spawned"
 
 
-def test_a_process_is_spawned_if_the_slot_cannot_adopt_the_forked_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_is_spawned_if_the_slot_cannot_adopt_a_forked_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that was not adopted has not read the input that the spawned one needs."""
     monkeypatch.setattr(forking, "PR_SET_CHILD_SUBREAPER", forking.PR_GET_CHILD_SUBREAPER)
     with ForkedChild(FORKED, lambda: "spawned", forked=False) as life:
         assert life.read_message() == "spawned"
 
 
-def test_a_process_killed_before_its_fork_is_never_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_before_the_fork_prevents_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_module(tmp_path, monkeypatch, "import time; time.sleep(1.0)")
     with ForkedChild(("written",), lambda: "started") as life:
         assert life.child.state() == ""
@@ -332,9 +298,7 @@ def test_a_process_killed_before_its_fork_is_never_started(
         assert life.lines.empty()
 
 
-def test_each_forked_process_prints_what_the_imports_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_forked_process_prints_what_imports_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create_module(tmp_path, monkeypatch, "print('written was imported')")
     for _ in range(2):
         with ForkedChild(("written",), lambda: "then") as life:
@@ -351,86 +315,56 @@ def test_an_idle_fork_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     until(lambda: fork_server_cache.pid is None)
 
 
-def random_numbers() -> list[object]:
-    import multiprocessing
-    import random
-
-    import numpy as np
-    import torch
-
-    authkey = multiprocessing.current_process().authkey
-    return [random.random(), np.random.rand(), float(torch.rand(1)), authkey.hex()]
-
-
-def train() -> object:
-    """Train with a DataLoader's processes, as user programs do."""
-    imported = "torch._dynamo" in sys.modules
-    import torch
-
-    gpus = os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    from torch.utils.data import DataLoader, TensorDataset
-
-    net = torch.nn.Linear(1, 1)
-    step = torch.optim.SGD(net.parameters(), lr=0.1)
-    rows = DataLoader(TensorDataset(torch.arange(8.0).view(8, 1)), batch_size=2, num_workers=2)
-    seen = 0.0
-    for (batch,) in rows:
-        step.zero_grad()
-        net(batch).sum().backward()
-        step.step()
-        seen += float(batch.sum())
-    return [[imported, seen, torch.get_num_threads(), *gpus], random_numbers()]
-
-
 # What workers of estimators, functions and Trainers of Hugging Face and Lightning use: imported before the fork.
 EARLY = (
     "keras", "lightning.pytorch", "pyarrow", "sklearn", "spark_elastic.training.keras.trainer",
-    "spark_elastic.training.torch.trainer", "transformers.trainer",
+    "spark_elastic.training.torch.trainer", "torch._dynamo", "transformers.trainer",
 )  # fmt: skip
 
 
 def use_frameworks() -> list[object]:
-    """Compute with what starts threads of its own; returns what was loaded before."""
+    """Compute with what starts threads and processes; what was loaded before, sums, what torch has of the slot, and
+    numbers that no two processes may share."""
     loaded = sorted({*EARLY} & {*sys.modules})
+    import multiprocessing
+    import random
+
     import keras
+    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
     import torch
 
+    gpus = os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    rows = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)
+    sums = sum(float(batch.sum()) for batch in rows), pc.sum(pa.array(range(1000))).as_py()
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
     model.compile(optimizer="sgd", loss="mse")
-    history = model.fit(torch.ones(8, 2).numpy(), torch.ones(8, 1).numpy(), verbose=0).history
-    return [loaded, len(history["loss"]), pc.sum(pa.array(range(1000))).as_py()]
+    model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+    authkey = multiprocessing.current_process().authkey.hex()
+    drawn = [random.random(), np.random.rand(), float(torch.rand(1)), authkey]
+    return [loaded, sums, [torch.get_num_threads(), *gpus], drawn]
 
 
-@pytest.mark.native
 @pytest.mark.timeout(180)
-def test_workers_of_every_kind_of_program_are_forked() -> None:
-    """Estimators, functions, Trainers of Hugging Face and Lightning, Keras: their imports leave nothing in the way."""
+def test_workers_of_every_kind_of_program_are_forked_with_their_gpus_and_seeds() -> None:
+    """Estimators, functions, Trainers of Hugging Face and Lightning, Keras: their imports leave nothing in the way, and
+    torch has not asked CUDA for anything."""
     from spark_elastic.estimators import keras_estimator, torch_estimator
 
     kinds = *torch_estimator.TORCH.preload, *keras_estimator.KERAS.preload, "spark_elastic.torch"
     others = "transformers:Trainer", "lightning.pytorch", "sklearn.linear_model", "spark_elastic.keras"
-    with ForkedChild((*kinds, *others), use_frameworks) as life:
-        loaded, losses, total = life.read_message()
-    assert loaded == [*EARLY]
-    assert (losses, total) == (1, 499500)
-
-
-@pytest.mark.native
-@pytest.mark.timeout(180)
-def test_forked_processes_train_with_torch_on_their_gpus_and_have_different_seeds() -> None:
-    """torch is imported before the fork, and has not asked CUDA for anything."""
+    imports = (*kinds, *others)
     with (
-        ForkedChild(TORCH, train, 2, gpus=("1",)) as first,
-        ForkedChild(TORCH, train, 2, gpus=("2",)) as second,
+        ForkedChild(imports, use_frameworks, 2, gpus=("1",)) as first,
+        ForkedChild(imports, use_frameworks, 2, gpus=("2",)) as second,
     ):
-        (result, one), (expected, other) = first.read_message(), second.read_message()
-    assert (result, expected) == ([True, 28.0, 2, "1", False], [True, 28.0, 2, "2", False])
-    assert not set(one) & set(other)
-
-
-LOADING = SlotSpec(address="", key=b"", attempt=0, imports=("json",), cpus_per_worker=2)
+        server = fork_server_cache.pid
+        (*result, one), (*other, two) = first.read_message(), second.read_message()
+        assert server == fork_server_cache.pid
+    assert result == [[*EARLY], [28.0, 499500], [2, "1", False]]
+    assert other == [[*EARLY], [28.0, 499500], [2, "2", False]]
+    assert not set(one) & set(two)
 
 
 class Loading:
@@ -443,21 +377,15 @@ class Loading:
         return self._call
 
 
-def test_what_loads_leaves_a_fork_server_for_the_slots_to_come() -> None:
-    payload = cloudpickle.dumps({"rows": [1, 2]})
-    assert find_load_error_in_fork(payload, LOADING) is None
+def test_what_does_not_load_is_named_and_leaves_a_fork_server_for_the_slots_to_come() -> None:
+    spec = SlotSpec(address="", key=b"", attempt=0, imports=("json",), cpus_per_worker=2)
+    assert find_load_error_in_fork(cloudpickle.dumps({"rows": [1, 2]}), spec) is None
     server = fork_server_cache.pid
-    assert server is not None
-    assert find_load_error_in_fork(payload, LOADING) is None
-    assert fork_server_cache.pid == server
-
-
-def test_what_does_not_load_is_named_by_its_error_wherever_it_is_tried() -> None:
-    payload = cloudpickle.dumps(Loading(__import__, "no_such_module"))
+    lacking, ended = (
+        cloudpickle.dumps(Loading(*how)) for how in ((__import__, "no_such_module"), (os._exit, 3))
+    )
     expected = "ModuleNotFoundError: No module named 'no_such_module'"
-    assert find_load_error_in_fork(payload, LOADING) == find_load_error(payload) == expected
-
-
-def test_a_process_that_ends_while_it_loads_is_named_by_its_exit_code() -> None:
-    payload = cloudpickle.dumps(Loading(os._exit, 3))
-    assert find_load_error_in_fork(payload, LOADING) == "the process that loads it ended: exit code 3"
+    assert find_load_error_in_fork(lacking, spec) == find_load_error(lacking) == expected
+    assert find_load_error_in_fork(ended, spec) == "the process that loads it ended: exit code 3"
+    assert server is not None
+    assert fork_server_cache.pid == server

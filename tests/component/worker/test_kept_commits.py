@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -51,7 +50,7 @@ for line in sys.stdin:
 class Owner:
     """A training process, as far as its commits go."""
 
-    def __init__(self, key: bytes, attempt: int, timeout: float) -> None:
+    def __init__(self, key: bytes, attempt: int = 1, timeout: float = FOREVER) -> None:
         command = [sys.executable, "-c", OWNER, key.hex(), str(attempt), str(timeout)]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self.process = subprocess.Popen(command, text=True, **pipes)
@@ -63,18 +62,12 @@ class Owner:
         self.process.stdin.flush()
         assert self.process.stdout.readline() == f"{step}\n"
 
-    def kill(self) -> None:
+    def __enter__(self) -> Owner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         self.process.kill()
         self.process.communicate()
-
-
-@contextmanager
-def own(key: bytes, attempt: int = 1, timeout: float = FOREVER) -> Iterator[Owner]:
-    owner = Owner(key, attempt, timeout)
-    try:
-        yield owner
-    finally:
-        owner.kill()
 
 
 @pytest.fixture
@@ -106,7 +99,7 @@ def read_step(found: Checkpoint | None, key: bytes) -> tuple[int, int]:
 
 def test_r23_the_newest_commit_outlives_its_process_and_later_drivers_find_it(key: bytes) -> None:
     kept = KeptCommits(key)
-    with own(key) as first:
+    with Owner(key) as first:
         for step, size in ((1, 1000), (2, 1000), (3, 3000), (4, 3000)):
             first.commit(step, size)
     found = kept.find_newest()
@@ -115,7 +108,7 @@ def test_r23_the_newest_commit_outlives_its_process_and_later_drivers_find_it(ke
     assert read_step(found, key) == (4, 3000)
     assert KeptCommits(secrets.token_bytes(32)).find_newest() is None
     assert len(kept.list_keepers()) == 1
-    with own(key, attempt=2) as second:
+    with Owner(key, attempt=2) as second:
         second.commit(1)
         newest = kept.find_newest()
         assert newest is not None
@@ -133,10 +126,10 @@ def test_r23_the_newest_commit_outlives_its_process_and_later_drivers_find_it(ke
 
 def test_r23_a_zombie_changes_nothing_once_a_later_attempt_keeps_commits(key: bytes) -> None:
     kept = KeptCommits(key)
-    with own(key) as zombie:
+    with Owner(key) as zombie:
         zombie.commit(7)
         os.kill(zombie.process.pid, signal.SIGSTOP)
-        with own(key, attempt=2) as second:
+        with Owner(key, attempt=2) as second:
             second.commit(8)
             os.kill(zombie.process.pid, signal.SIGCONT)
             zombie.commit(99)
@@ -146,7 +139,7 @@ def test_r23_a_zombie_changes_nothing_once_a_later_attempt_keeps_commits(key: by
 
 
 def test_r23_nothing_stays_after_orphan_timeout(key: bytes) -> None:
-    with own(key, timeout=0.2) as owner:
+    with Owner(key, timeout=0.2) as owner:
         owner.commit(1)
         assert KeptCommits(key).find_newest() is not None
     until(lambda: not KeptCommits(key).list_keepers())
@@ -157,9 +150,7 @@ def test_r23_nothing_stays_after_orphan_timeout(key: bytes) -> None:
     [(100, 4), (kept_commits.ARRAYS + 800, None), (kept_commits.ARRAYS + 8000 + 64 + 3, None)],
     ids=["header", "arrays", "values"],
 )
-def test_r23_what_is_not_whole_is_not_read(
-    key: bytes, keeper: CommitKeeper, offset: int, left: int | None
-) -> None:
+def test_r23_what_is_torn_is_unread(key: bytes, keeper: CommitKeeper, offset: int, left: int | None) -> None:
     """A header that is torn leaves the commit before it; what a checksum finds is refused."""
     buffer, weights = SnapshotBuffer(keeper), np.ones(1000)
     for step in (4, 5):
@@ -206,7 +197,7 @@ def test_r23_what_others_offer_under_the_runs_name_is_refused(key: bytes) -> Non
 
 def test_r23_a_keeper_closes_what_strangers_send(key: bytes) -> None:
     """The read end of a pipe ends once nobody has the other one."""
-    with own(key) as owner:
+    with Owner(key) as owner:
         owner.commit(1)
         (name,) = KeptCommits(key).list_keepers()
         for message in (b"d of nobody", b"d", b"d0", b"k", b"f", b"x" * 64, b"\0"):
@@ -215,9 +206,7 @@ def test_r23_a_keeper_closes_what_strangers_send(key: bytes) -> None:
                 connection.connect(f"\0{name}")
                 socket.send_fds(connection, [message], [theirs])
                 os.close(theirs)
-                assert select.select([pipe], [], [], 20.0)[0], (
-                    f"the keeper has it still that came with {message!r}"
-                )
+                assert select.select([pipe], [], [], 20.0)[0], f"what came with {message!r} is kept"
         assert read_step(KeptCommits(key).find_newest(), key) == (1, 1000)
 
 
@@ -232,11 +221,9 @@ def test_r23_a_keeper_closes_what_strangers_send(key: bytes) -> None:
     ],
     ids=["success", "given back", "taken over", "without Spark"],
 )
-def test_r23_slots_end_the_keepers_of_their_host_once_no_driver_will_ask_for_them(
-    key: bytes, release: str, stays: bool
-) -> None:
+def test_r23_slots_end_keepers_that_no_driver_will_ask_for(key: bytes, release: str, stays: bool) -> None:
     """A slot that is given back may be on the host that keeps the newest state of all."""
-    with own(key) as owner:
+    with Owner(key) as owner:
         owner.commit(1)
     driver, clock = start_driver(), SystemClock()
     try:

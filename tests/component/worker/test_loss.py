@@ -1,17 +1,32 @@
-"""Losses at every moment of the protocol, on real processes; the result shows any step lost, doubled or torn."""
+"""Losses at every moment of the protocol, on real processes; the result shows any step lost, doubled or torn.
+
+Who keeps the others waiting is named (P5), and so is the kernel where it kills a process because memory ran out.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import sys
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
+import cloudpickle
 import psutil
 import pytest
 
+from elastic_collectives import Group
 from spark_elastic.clock import SystemClock
+from spark_elastic.config import ElasticConfig
+from spark_elastic.errors import OutOfMemory
 from spark_elastic.protocol.events import DrainRequested
+from spark_elastic.protocol.types import WorldView
+from spark_elastic.testing.fakes import CountingProgram
+from spark_elastic.worker.program import Outcome, WorkerHandle
 from tests.component.worker.losses import Job, sizes
-from tests.component.worker.moments import HeldProgram, SlowReturn, SlowSync
+from tests.component.worker.moments import HeldProgram, NeverReturns, SlowReturn, SlowSync
 from tests.patience import until
 from tests.scenarios import Fault
 
@@ -154,3 +169,95 @@ def test_a_silent_host_is_evicted_and_fenced_when_it_wakes(fault: Fault) -> None
     assert 3 in sizes(result)[2:], "its slot brings another worker"
     assert any("its slot was silent for" in line for line in job.journal)
     assert not frozen[1].is_running()
+
+
+def entry(job: Job, text: str) -> str:
+    """The first line of the journal that contains `text`."""
+    return next(line for line in job.journal if text in line)
+
+
+@pytest.mark.scenario("G4")
+def test_p5_r24_a_stopped_worker_is_evicted_soon_and_named_with_its_last_stack(fault: Fault) -> None:
+    job = Job(HeldProgram(60, 0.03), until=lambda now: len(now.sizes) >= 2, faults=fault.on)
+    # Stopped long enough after its begin for a sample of its stack to be there.
+    job.act_at_step(45, lambda: fault(job.workers()[1].send_signal, signal.SIGSTOP))
+    result = job.run(lease=10.0)
+    lost = entry(job, "is lost: its process has not run for")
+    seen = re.search(r"run for ([\d.]+) s, last seen in .*run \((testing/|worker/moments)", lost)
+    assert seen, lost
+    assert float(seen[1]) < 5.0, "R24: others wait for it"
+    assert sizes(result)[0] == 3
+    assert entry(job, "world 1 is over")
+
+
+def test_p5_a_hanging_worker_and_its_stack_are_named_to_its_peers(caplog: pytest.LogCaptureFixture) -> None:
+    """C code holds its interpreter's lock for ever: no thread of Python's could tell where it is; its slot still sends
+    heartbeats."""
+    slow_to_name = ElasticConfig(stall_after=4.0)  # its stack is known three seconds after it hangs
+    job = Job(NeverReturns(20, 0.03), size=2, collective_timeout=7.0, config=slow_to_name)
+    job.run(regroup_timeout=2.0)
+    stalls = [said for said in caplog.messages if "has kept others waiting" in said]
+    stuck = "last seen in call_c_code (worker/moments.py:"
+    assert any(said.startswith("rank 1 (worker ") and stuck in said for said in stalls)
+    assert entry(job, "WorkerStalled")
+    over = entry(job, "world 1 is over")
+    assert all(words in over for words in ("and blames", "has kept others waiting for", stuck))
+    assert "last seen in call_c_code" in entry(job, "did not come to the regroup within 2 s")
+
+
+LIMIT = 400 << 20  # bytes: room for the slots, their workers and their spares
+GROUPS = Path("/sys/fs/cgroup")
+
+
+class Box:
+    """A control group of its own for memory, under either version of the kernel's interface."""
+
+    def __init__(self) -> None:
+        first = GROUPS / "memory"
+        self.path = (first if first.is_dir() else GROUPS) / f"elastic-{os.getpid()}"
+        self._limit = "memory.limit_in_bytes" if first.is_dir() else "memory.max"
+
+    def make(self) -> None:
+        self.path.mkdir()
+        (self.path / self._limit).write_text(str(LIMIT))
+
+    def put(self, pid: int) -> None:
+        (self.path / "cgroup.procs").write_text(str(pid))
+
+
+@pytest.fixture
+def box() -> Iterator[Box]:
+    made = Box()
+    try:
+        made.make()
+    except OSError as error:
+        if made.path.is_dir():
+            made.path.rmdir()
+        pytest.skip(f"no control group for memory can be made here: {error}")
+    yield made
+    until(lambda: not (made.path / "cgroup.procs").read_text())
+    made.path.rmdir()
+
+
+class MemoryHog(CountingProgram):
+    """The last rank enters its slot, and with it what the slot starts later, into the box; then it takes memory."""
+
+    def __init__(self, box: Box, on: bool) -> None:
+        super().__init__(30, 0.02)
+        self._box = box
+        self._on = on
+
+    def run(self, world: WorldView, group: Group, session: WorkerHandle) -> Outcome:
+        if self._on and group.rank == group.size - 1:
+            for pid in (os.getppid(), os.getpid()):
+                self._box.put(pid)
+            taken = bytearray(4 * LIMIT)
+            taken[:: 1 << 12] = b"x" * (len(taken) >> 12)
+        return super().run(world, group, session)
+
+
+def test_running_out_of_memory_is_named_and_ends_the_job_after_two_repeats(box: Box, fault: Fault) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    job = Job(MemoryHog(box, bool(fault(lambda: True))), size=2)
+    with pytest.raises(OutOfMemory, match=r"out of memory 3 times .*spark\.executor\.memoryOverhead"):
+        job.run()

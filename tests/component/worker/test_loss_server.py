@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from spark_elastic.protocol.messages import WorkerExited
-from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, VERSION, WatchSlot, path_of
+from spark_elastic.rendezvous.messages import VERSION, path_of
 from tests.component.rendezvous.driver_side import RawClient
 from tests.component.worker.losses import Job, sizes
 from tests.component.worker.moments import HeldProgram
@@ -27,7 +26,7 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(120)]
 
 
 def server_port(job: Job) -> int:
-    return int(job.cluster.contact.address.rpartition(":")[2])
+    return int(job.cluster.spec.address.rpartition(":")[2])
 
 
 def break_server(job: Job) -> None:
@@ -47,9 +46,7 @@ def break_server(job: Job) -> None:
         broken.shutdown(socket.SHUT_RDWR)
 
 
-def test_r12_training_survives_the_death_of_the_server_together_with_a_worker(
-    fault: Fault, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_r12_training_survives_the_end_of_its_server(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(HeldProgram(30, 0.03))
 
     def inject_fault() -> None:
@@ -82,12 +79,12 @@ class BlockedServerJob(Job):
 
 
 def test_r12_a_server_stopped_for_longer_than_a_lease_evicts_no_worker(fault: Fault) -> None:
-    last = 150
+    last = 110
     job = BlockedServerJob(
         HeldProgram(last + 1, 0.03), until=lambda now: not job.seconds and now.step == last
     )
-    job.act_at_step(10, lambda: fault(job.delay_answers, 5.0))
-    result = job.run(lease=3.0)
+    job.act_at_step(10, lambda: fault(job.delay_answers, 3.2))
+    result = job.run(lease=2.0)
     assert sizes(result) == [3]
     leap = max(after - before for before, after in itertools.pairwise(job.steps))
     assert leap > 20, "steps went on while nobody served"
@@ -95,32 +92,22 @@ def test_r12_a_server_stopped_for_longer_than_a_lease_evicts_no_worker(fault: Fa
 
 @pytest.mark.scenario("G12")
 def test_p6_a_client_without_the_key_gets_nothing_and_the_job_continues(fault: Fault) -> None:
+    """All that such a client may try is in tests/component/rendezvous."""
     job = Job(HeldProgram(30, 0.03), size=2, faults=fault.on)
-    answers: dict[str, int] = {}
+    answers: list[int] = []
 
     def attack() -> None:
-        contact = job.cluster.contact
         lie = {"worker": "1-0.1", "slot": "1-0", "exit_code": -9, "reason": ""}
-        body = json.dumps({"v": VERSION, "attempt": contact.attempt, "message": lie}).encode()
-        thief, insider = RawClient(server_port(job), b"guess"), RawClient(server_port(job), contact.key)
-        session, path, large = insider.session(), path_of(WorkerExited), str(MAX_BODY_BYTES + 1)
-        watch = {"v": VERSION, "attempt": contact.attempt, "message": {"slot": "9-0", "seen": 0}, "hold": 0}
-        genuine = path_of(WatchSlot), json.dumps(watch).encode()
-        recorded = *genuine, insider.sign(*genuine, session)
-        attacks = {
-            "unsigned": thief.request(path, body, None),
-            "forged": thief.request(path, body, thief.sign(path, body, session)),
-            "hello": thief.request(auth.HELLO, b"", thief.sign(auth.HELLO, b"", auth.create_id(), 0)),
-            "genuine": insider.request(*recorded),
-            "replayed": thief.request(*recorded),
-            "oversized": insider.request(
-                path, b"", insider.sign(path, b"", session), more={"content-length": large}
-            ),
-        }
-        answers.update({name: status for name, (status, _) in attacks.items()})
+        body = json.dumps({"v": VERSION, "attempt": job.cluster.spec.attempt, "message": lie}).encode()
+        thief, insider = (
+            RawClient(server_port(job), b"guess"),
+            RawClient(server_port(job), job.cluster.spec.key),
+        )
+        path, session = path_of(WorkerExited), insider.session()
+        for proof in (None, thief.sign(path, body, session)):
+            answers.append(thief.request(path, body, proof)[0])
 
     job.act_at_step(10, lambda: fault(attack))
     result = job.run()
-    refused = dict.fromkeys(("unsigned", "forged", "hello", "replayed"), 401)
-    assert answers == {**refused, "genuine": 200, "oversized": 413}
+    assert answers == [401, 401]
     assert sizes(result) == [2], "a forged request was accepted"

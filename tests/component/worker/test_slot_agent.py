@@ -34,6 +34,7 @@ from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.pickling import pickle_for_workers
 from spark_elastic.worker.slot_agent import SlotAgent
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
+from tests.patience import until
 
 pytestmark = pytest.mark.native
 
@@ -58,23 +59,25 @@ def no_fork_server() -> Iterator[None]:
 
 def serve(
     driver: Driver,
-    program: CountingProgram,
+    prepare: Callable[[], object],
     play: Callable[[], Any],
-    driver_timeout: float = 60.0,
     spare_after: float = 0.0,
     shortage: Callable[[int, int | None, int | None], str | None] = lambda worker, spare, server: None,
     imports: tuple[str, ...] = (),
-) -> str:
-    """Run a slot in this thread, which must be the main one, while `play` acts as the driver in another."""
+    end: str | None = "enough",
+) -> None:
+    """Run a slot, whose program calls `prepare` as it is prepared, in this thread, which must be the main one.
+
+    `play` acts as the driver in another thread. end: why the slot is released after it; None: it is already.
+    """
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    payload = pickle_for_workers(program)
+    payload = pickle_for_workers(Prepared(prepare))
 
     spec = SlotSpec(
         address=driver.server.address,
         key=KEY,
         attempt=ATTEMPT,
         collective_timeout=20.0,
-        driver_timeout=driver_timeout,
         spare_after=spare_after,
         imports=imports,
         fork_workers=bool(imports),
@@ -83,29 +86,28 @@ def serve(
     # Where other machines may not reach it: workers say the address of the interface.
     identity = SlotIdentity(slot=SLOT, host="host-4", address="192.0.2.1")
 
-    def play_or_release() -> None:
+    def play_and_release() -> None:
         try:
             play()
-        except BaseException:
-            driver.server.release_slot(SLOT, "the test has failed")
-            raise
+        finally:
+            if end is not None:
+                driver.server.release_slot(SLOT, end)
 
-    played = driver.call_in_thread(play_or_release)
-    with driver.client(timeout=min(30.0, driver_timeout)) as client:
+    played = driver.call_in_thread(play_and_release)
+    with driver.client() as client:
         ended = SlotAgent(spec, identity, payload, client, CLOCK, find_shortage=shortage).run()
     played.result(20.0)
-    return ended
+    assert end is None or ended == end
 
 
 def await_children(count: int) -> list[psutil.Process]:
     """The slot's processes, oldest first, once there are so many. Other children are of other tests' fixtures."""
-    deadline = CLOCK.now() + 60.0
-    while True:
+
+    def find_all() -> list[psutil.Process]:
         living = [child for child in psutil.Process().children() if _is_training_process(child)]
-        if len(living) == count:
-            return sorted(living, key=lambda child: child.create_time())
-        assert CLOCK.now() < deadline, f"{len(living)} processes, not {count}"
-        CLOCK.sleep(0.02)
+        return living if len(living) == count else []
+
+    return sorted(until(find_all, 60.0), key=lambda child: child.create_time())
 
 
 def _is_training_process(child: psutil.Process) -> bool:
@@ -115,11 +117,16 @@ def _is_training_process(child: psutil.Process) -> bool:
         return False
 
 
-class AnnouncingProgram(CountingProgram):
-    """Says that it is prepared."""
+class Prepared(CountingProgram):
+    """Calls a function as it is prepared."""
 
-    def prepare(self) -> None:
-        sys.stdout.write("prepared\n")
+    def __init__(self, prepare: Callable[[], object]) -> None:
+        super().__init__(1)
+        self.prepare = prepare  # type: ignore[assignment,method-assign]
+
+
+def announce() -> None:
+    sys.stdout.write("prepared\n")
 
 
 @pytest.mark.timeout(180)
@@ -150,19 +157,15 @@ def test_a_warm_spare_follows_each_crash(
             worker.kill()
             exited = driver.await_event(WorkerExited)
             assert (exited.worker, exited.reason) == (f"{SLOT}.{number}", "killed by signal 9")
-        driver.server.release_slot(SLOT, "enough")
 
-    assert serve(driver, AnnouncingProgram(1), play, imports=imports) == "enough"
+    serve(driver, announce, play, imports=imports)
     assert len(set(spares)) == 3
     assert addresses == {"127.0.0.1"}, "not that of the job's network interface"
     assert (fork_server_cache.pid is not None) is bool(imports)
 
 
-class Crashing(CountingProgram):
-    """Native code of it ends the process."""
-
-    def prepare(self) -> None:
-        ctypes.string_at(0)
+def crash() -> None:
+    ctypes.string_at(0)
 
 
 def test_a_crash_in_native_code_is_reported_with_its_python_frames(driver: Driver) -> None:
@@ -172,18 +175,14 @@ def test_a_crash_in_native_code_is_reported_with_its_python_frames(driver: Drive
         innermost, caller, *_ = exited.crashed_at.split("; called from ")
         assert innermost.endswith(", in string_at")
         assert caller.startswith("test_slot_agent.py, line ")
-        assert caller.endswith(", in prepare")
-        driver.server.release_slot(SLOT, "enough")
+        assert caller.endswith(", in crash")
 
-    assert serve(driver, Crashing(1), play, spare_after=1000.0) == "enough"
+    serve(driver, crash, play, spare_after=1000.0)
 
 
-class TemporaryFolderProgram(CountingProgram):
-    """Has a temporary folder, which it names."""
-
-    def prepare(self) -> None:
-        self.folder = make_scratch_folder()
-        sys.stdout.write(f"{self.folder.__enter__()}\n")
+def make_folder() -> None:
+    sys.folder = make_scratch_folder()  # type: ignore[attr-defined] # as long as the process lives
+    sys.stdout.write(f"{sys.folder.__enter__()}\n")  # type: ignore[attr-defined]
 
 
 def test_no_worker_leaves_a_temporary_folder_behind(driver: Driver) -> None:
@@ -198,9 +197,8 @@ def test_no_worker_leaves_a_temporary_folder_behind(driver: Driver) -> None:
             if number == 1:
                 await_children(1)[0].kill()
                 driver.await_event(WorkerExited)
-        driver.server.release_slot(SLOT, "enough")
 
-    assert serve(driver, TemporaryFolderProgram(1), play, spare_after=1000.0) == "enough"
+    serve(driver, make_folder, play, spare_after=1000.0)
     assert len(set(folders)) == 2
     assert not any(folder.exists() for folder in folders)
 
@@ -229,21 +227,18 @@ def test_a_lack_of_memory_or_of_a_spare_is_told_once(driver: Driver, monkeypatch
         said = ""
         while "it takes too much" not in said:
             said += str(driver.logs.get(timeout=20.0).lines)
-        driver.server.release_slot(SLOT, "enough")
         assert "no spare was started: OSError: [Errno 24]" in said
         assert {pid for pid, _ in looks} == {worker.pid}
         assert looks[-1] == (worker.pid, spare.pid)
 
-    assert serve(driver, AnnouncingProgram(1), play, shortage=shortage) == "enough"
+    serve(driver, announce, play, shortage=shortage)
     assert len([spare for _, spare in looks if spare is not None]) == 1
 
 
-class OrphanLeavingProgram(CountingProgram):
-    """Starts a process that keeps the worker's output open after the worker's death."""
-
-    def prepare(self) -> None:
-        left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-        sys.stdout.write(f"left behind: {left.pid}\n")
+def leave_orphan() -> None:
+    """Start a process that keeps the worker's output open after the worker's death."""
+    left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    sys.stdout.write(f"left behind: {left.pid}\n")
 
 
 def test_processes_that_a_worker_leaves_behind_do_not_block_its_slot(driver: Driver) -> None:
@@ -257,10 +252,9 @@ def test_processes_that_a_worker_leaves_behind_do_not_block_its_slot(driver: Dri
             lines = driver.logs.get(timeout=20.0).lines
             left.extend(psutil.Process(int(line.rpartition(" ")[2])) for line in lines)
         released.append(CLOCK.now())
-        driver.server.release_slot(SLOT, "enough")
 
     try:
-        assert serve(driver, OrphanLeavingProgram(1), play) == "enough"
+        serve(driver, leave_orphan, play)
         assert CLOCK.now() - released[0] < 2 * CLOSE_WAIT + 5.0
         assert all(process.is_running() for process in left)
     finally:
@@ -268,12 +262,10 @@ def test_processes_that_a_worker_leaves_behind_do_not_block_its_slot(driver: Dri
             process.kill()
 
 
-class LongOutputProgram(CountingProgram):
+def print_much() -> None:
     """A line that is longer than a message may be, and so many lines that 500 are as well."""
-
-    def prepare(self) -> None:
-        sys.stdout.write("x" * MUCH + "\n" + f"{'y' * 20_000}\n" * 500 + "the end\n")
-        sys.exit(3)
+    sys.stdout.write("x" * MUCH + "\n" + f"{'y' * 20_000}\n" * 500 + "the end\n")
+    sys.exit(3)
 
 
 def test_all_output_of_a_worker_arrives_whatever_its_amount(driver: Driver) -> None:
@@ -282,23 +274,17 @@ def test_all_output_of_a_worker_arrives_whatever_its_amount(driver: Driver) -> N
     def play() -> None:
         """The slot is released once all is there: what is still on its way then has a few seconds only."""
         nonlocal told
-        try:
-            while not told.endswith("the end"):
-                told += "".join(driver.logs.get(timeout=20.0).lines)
-        finally:
-            driver.server.release_slot(SLOT, "enough")
+        while not told.endswith("the end"):
+            told += "".join(driver.logs.get(timeout=20.0).lines)
 
-    assert serve(driver, LongOutputProgram(1), play) == "enough"
+    serve(driver, print_much, play)
     assert told == "x" * MUCH + "y" * 10_000_000 + "the end"
 
 
-class SlowExitProgram(AnnouncingProgram):
-    """Has last words, for which it takes its time."""
-
-    def prepare(self) -> None:
-        atexit.register(print, "goodbye")
-        atexit.register(time.sleep, 0.5)
-        super().prepare()
+def say_goodbye_slowly() -> None:
+    atexit.register(print, "goodbye")
+    atexit.register(time.sleep, 0.5)
+    announce()
 
 
 def test_the_last_lines_of_a_stopped_worker_arrive(driver: Driver) -> None:
@@ -306,15 +292,14 @@ def test_the_last_lines_of_a_stopped_worker_arrive(driver: Driver) -> None:
         worker = driver.await_event(WorkerStarted).worker
         driver.logs.get(timeout=20.0)
         driver.server.stop_worker(worker, "the job is over", False)
-        driver.server.release_slot(SLOT, "the job is over")
 
-    assert serve(driver, SlowExitProgram(1), play, spare_after=60.0) == "the job is over"
+    serve(driver, say_goodbye_slowly, play, spare_after=60.0, end="the job is over")
     assert driver.logs.get(timeout=20.0).lines == ("goodbye",)
 
 
 def test_a_refused_slot_starts_no_worker(driver: Driver) -> None:
     driver.server.end("the job is over")
-    assert serve(driver, CountingProgram(1), lambda: None) == "the job is over"
+    serve(driver, announce, lambda: None, end=None)
     driver.await_event(RegisterSlot)
     assert driver.events.empty()
 
@@ -325,20 +310,9 @@ def test_r14_a_slot_on_an_unfit_host_starts_no_worker_and_waits_for_its_release(
     def play() -> None:
         driver.await_event(RegisterSlot)
         assert driver.await_event(Heartbeat).worker is None  # else it would be taken for ended
-        driver.server.release_slot(SLOT, "the first attempt is gone")
 
     try:
-        assert serve(driver, CountingProgram(1), play) == "the first attempt is gone"
+        serve(driver, announce, play, end="the first attempt is gone")
         assert all(is_heartbeat(event) for event in driver.events.queue)
     finally:
         driver.close()
-
-
-def test_a_slot_whose_driver_is_gone_names_the_drivers_address(driver: Driver) -> None:
-    def play() -> None:
-        driver.await_event(WorkerStarted)
-        await_children(2)
-        driver.server._http_server.close()  # type: ignore[union-attr] - dies without a word
-
-    ended = serve(driver, CountingProgram(1), play, driver_timeout=5.0)
-    assert driver.server.address in ended

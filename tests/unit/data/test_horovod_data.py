@@ -139,7 +139,7 @@ def test_wrong_arguments_are_refused() -> None:
         ElasticSampler(5, rank=lambda: 0, size=lambda: 1)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="batch_size"):
         World(1).sampler(5, 0).record_batch(0, 0)
-    with pytest.raises(InvalidInput, match="row 5 of a data set of 5"):
+    with pytest.raises(InvalidInput, match="row 5 of 5"):
         World(1).sampler(5, 0).record_indices([4, 5])
     with pytest.raises(InvalidInput, match="Rank 3"):
         World(2).sampler(5, 3)

@@ -27,7 +27,6 @@ def test_a_manifest_counts_rows_and_bytes() -> None:
     assert MANIFEST.rows == 200
     assert MANIFEST.group_rows == (100, 40, 60)
     assert MANIFEST.max_decoded_group_bytes() == 100 * (28 * 28 * 4 + 8)
-    assert MANIFEST.max_decoded_group_bytes(["y"]) == 800
 
 
 def test_r19_the_hash_is_of_the_content_not_of_names() -> None:

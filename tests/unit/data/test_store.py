@@ -222,7 +222,7 @@ def test_names_outside_of_the_store_are_refused(store: Store, name: str) -> None
         (
             "simplecache::memory://a::1",
             InvalidInput,
-            "has '::' in a path behind simplecache::, which drops it",
+            "has '::' behind simplecache::, which drops it",
         ),
     ],
 )

@@ -42,7 +42,7 @@ def fill(store: Store) -> None:
     def run(name: str, rows: str) -> None:
         manifest = json.dumps({"files": [rows]})
         store.write_bytes(f"runs/{name}/attempts/000001", b"")
-        store.write_bytes(f"runs/{name}/run.json", json.dumps({"manifest": manifest}).encode())
+        store.write_bytes(f"runs/{name}/run.json", json.dumps({"rows": {"manifest": manifest}}).encode())
 
     for name in (OLD, READ):
         store.write_bytes(f"data/{name}/x/part.parquet", b"123")
@@ -160,7 +160,7 @@ def test_the_command_line_lists_and_removes_entries(tmp_path: Path) -> None:
     listed = CliRunner().invoke(store_cli.group, ["store", "ls", str(tmp_path)])
     assert [line.split()[-2:] for line in listed.output.splitlines()][1] == [f"data/{READ}", "unfinished"]
     cleaned = CliRunner().invoke(store_cli.group, ["store", "clean", str(tmp_path), "--older-than", "0s"])
-    assert cleaned.output.endswith("removed 2, 94 bytes\n"), cleaned.output
+    assert cleaned.output.endswith("removed 2, 104 bytes\n"), cleaned.output
     words = ["store", "clean", str(tmp_path), "--older-than", "1d", "--unfinished"]
     kept = CliRunner().invoke(store_cli.group, words)
     assert kept.output == "removed 0, 0 bytes\n"
@@ -191,8 +191,9 @@ def test_an_option_of_the_store_without_a_value_is_refused(tmp_path: Path) -> No
 
 def test_an_option_of_the_store_is_json_or_else_text(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(Store, "open", lambda url, **options: given.update(options))
+    there = Store.open("memory://b")
+    monkeypatch.setattr(Store, "open", lambda url, **options: given.update(options) or there)
     words = ("retry_seconds=30", "anon=false", "profile=me", 'account="12"', "key=a=b", "empty=")
-    store_cli._open_store("s3://b", words)
+    store_cli._open_existing("s3://b", words)
     texts = {"profile": "me", "account": "12", "key": "a=b", "empty": ""}
     assert given == {"retry_seconds": 30, "anon": False, **texts}

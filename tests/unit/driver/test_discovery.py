@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import logging
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,7 +20,6 @@ from spark_elastic.driver.discovery import (
     build_discovery,
     parse_hosts,
 )
-from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent, HostsDiscovered
 from tests.full_process import refuse_next_thread
@@ -29,12 +28,7 @@ from tests.patience import until
 CLOCK = SystemClock()
 
 
-class SilentDiscovery:
-    def start(self, post: Post) -> None:
-        """Nothing to see."""
-
-    def close(self) -> None:
-        """Nothing."""
+SILENT: Any = SimpleNamespace(start=lambda post: None, close=lambda: None)
 
 
 @pytest.fixture(autouse=True)
@@ -48,74 +42,49 @@ def _read_hosts(event: DriverEvent) -> dict[str, int]:
     return dict(event.hosts)
 
 
-def test_discovery_posts_changes_only() -> None:
-    answers: list[dict[str, int]] = [{"a": 1}, {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 2}, {"b": 2}]
+def test_discovery_posts_changes_only_and_keeps_its_last_answer_while_it_fails_or_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, both, b = {"a": 1}, {"a": 1, "b": 2}, {"b": 2}
+    answers: list[Any] = [
+        a,
+        a,
+        OSError("the cluster manager restarts"),
+        SystemExit("gone"),
+        both,
+        both,
+        None,
+        b,
+    ]
     told: list[Mapping[str, int]] = []
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    polling = HostPoller(lambda: answers.pop(0) if len(answers) > 1 else answers[0], CLOCK, told.append)
-    polling.start(posted.put)
-    try:
-        assert [_read_hosts(posted.get(timeout=10)) for _ in range(3)] == [
-            {"a": 1},
-            {"a": 1, "b": 2},
-            {"b": 2},
-        ]
-        with pytest.raises(Empty):
-            posted.get(timeout=0.2)
-    finally:
-        polling.close()
-    assert told == [{"a": 1}, {"a": 1, "b": 2}, {"b": 2}]
-
-
-def test_a_later_failure_keeps_the_last_answer_and_warns(caplog: pytest.LogCaptureFixture) -> None:
-    calls = 0
+    late = threading.Event()
 
     def find() -> dict[str, int]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise OSError("the cluster manager restarts")
-        return {"a": calls if calls > 3 else 1}
-
-    posted: SimpleQueue[DriverEvent] = SimpleQueue()
-    polling = HostPoller(find, CLOCK)
-    with caplog.at_level(logging.WARNING):
-        polling.start(posted.put)
-        try:
-            assert [_read_hosts(posted.get(timeout=10)) for _ in range(2)] == [{"a": 1}, {"a": 4}]
-        finally:
-            polling.close()
-    assert "its last answer holds: the cluster manager restarts" in caplog.text
-
-
-def test_a_hanging_call_is_no_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    calls, late = 0, threading.Event()
-
-    def find() -> dict[str, int]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is None:
             late.wait(30)
-        return {"a": calls}
+            return both
+        return answer  # type: ignore[no-any-return]
 
-    posted: SimpleQueue[DriverEvent] = SimpleQueue()
-
-    def post(event: DriverEvent) -> None:
-        monkeypatch.setattr(discovery, "ANSWER_TIMEOUT", 0.05)  # from the second call on
-        posted.put(event)
-
-    polling = HostPoller(find, CLOCK)
-    polling.start(post)
+    polling = HostPoller(find, CLOCK, told.append)
+    polling.start(posted.put)
+    monkeypatch.setattr(discovery, "ANSWER_TIMEOUT", 0.05)  # from the second call on
     try:
-        assert _read_hosts(posted.get(timeout=10)) == {"a": 1}
+        assert [_read_hosts(posted.get(timeout=10)) for _ in range(2)] == [a, both]
         until(lambda: caplog.text.count("no answer within") > 1)
-        assert calls == 2  # no second question beside the open one
+        assert len(answers) == 1, "a second question beside the open one"
         assert posted.empty()
         late.set()
-        assert _read_hosts(posted.get(timeout=10)) == {"a": 2}
+        assert _read_hosts(posted.get(timeout=10)) == b
     finally:
         late.set()
         polling.close()
+    assert told == [a, both, b]
+    assert "its last answer holds: the cluster manager restarts" in caplog.text
+    assert "ended with SystemExit" in caplog.text
 
 
 @pytest.mark.scenario("U1")
@@ -169,12 +138,9 @@ def test_hosts_are_parsed(text: str, hosts: dict[str, int]) -> None:
 def test_a_malformed_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput):
         parse_hosts(text)
-
-
-@pytest.mark.parametrize("text", ["No hosts found", ":", "a:b:2"])
-def test_what_is_no_host_is_refused_where_slots_have_a_default(text: str) -> None:
-    with pytest.raises(InvalidInput, match="is no host with a number of slots"):
-        parse_hosts(text, 4)
+    for other in ("No hosts found", ":", "a:b:2"):  # also where slots have a default
+        with pytest.raises(InvalidInput, match="is no host with a number of slots"):
+            parse_hosts(other, 4)
 
 
 def test_a_slow_script_ends_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +159,7 @@ def test_a_slow_script_ends_with_what_it_started(tmp_path: Path, monkeypatch: py
 def test_a_job_handle_passes_requests_on_even_those_before_the_start() -> None:
     handle, posted = JobHandle(), list[DriverEvent]()
     handle.drain(rank=2, reason="maintenance")
-    watch = build_discovery(SilentDiscovery(), lambda: {"a": 1}, handle, CLOCK)
+    watch = build_discovery(SILENT, lambda: {"a": 1}, handle, CLOCK)
     watch.start(posted.append)
     handle.drain(host="a")
     handle.cancel("enough")
@@ -208,7 +174,7 @@ def test_a_job_handle_passes_requests_on_even_those_before_the_start() -> None:
 def test_a_job_handle_of_two_jobs_passes_requests_to_both_while_they_run() -> None:
     handle, first, second = JobHandle(), list[DriverEvent](), list[DriverEvent]()
     handle.drain(host="a")
-    one, other = (build_discovery(SilentDiscovery(), None, handle, CLOCK) for _ in range(2))
+    one, other = (build_discovery(SILENT, None, handle, CLOCK) for _ in range(2))
     one.start(first.append)
     other.start(second.append)
     handle.drain(host="b")
@@ -221,15 +187,13 @@ def test_a_job_handle_of_two_jobs_passes_requests_to_both_while_they_run() -> No
 
 @pytest.mark.parametrize(("given", "choices"), [((), {}), ((), {"rank": 1, "host": "a"}), (("0-0.1",), {})])
 def test_a_drain_names_one_target(given: tuple[str, ...], choices: dict[str, object]) -> None:
-    with pytest.raises(
-        InvalidInput, match=r"exactly one .* by name: drain\(rank=1\), or drain\(worker='0-0\.1'\)"
-    ):
+    with pytest.raises(InvalidInput, match=r"exactly one .* drain\(rank=1\), or drain\(worker='0-0\.1'\)"):
         JobHandle().drain(*given, **choices)  # type: ignore[arg-type]
 
 
 def test_a_value_that_is_no_job_handle_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"spark_elastic\.JobHandle; got a str"):
-        build_discovery(SilentDiscovery(), None, "handle", CLOCK)
+        build_discovery(SILENT, None, "handle", CLOCK)
 
 
 def test_a_discovery_script_that_runs_at_the_jobs_end_is_killed(tmp_path: Path) -> None:
@@ -249,43 +213,16 @@ def test_a_discovery_script_that_runs_at_the_jobs_end_is_killed(tmp_path: Path) 
 
 
 def test_an_interrupt_while_a_discovery_closes_lets_the_others_close() -> None:
-    closed = []
-
-    class Part:
-        def start(self, post: Post) -> None: ...
-
-        def close(self) -> None:
-            closed.append(self)
-            raise KeyboardInterrupt
-
-    parts = [Part(), Part()]
+    parts = [Mock(close=Mock(side_effect=KeyboardInterrupt)) for _ in range(2)]
     with pytest.raises(KeyboardInterrupt):
         CombinedDiscovery(*parts).close()
-    assert closed == parts
+    assert all(part.close.called for part in parts)
 
 
-def test_no_error_ends_discovery(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    calls = 0
-
-    def find() -> dict[str, int]:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            sys.exit("no such cluster")
-        return {"a": calls}
-
-    posted: SimpleQueue[DriverEvent] = SimpleQueue()
-
-    def post(event: DriverEvent) -> None:
-        posted.put(event)
-
+def test_a_question_for_which_there_is_no_thread_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "ANSWER_TIMEOUT", 5.0)
-    polling = HostPoller(find, CLOCK)
-    polling._handle_answer(polling._poll(), post)
-    with pytest.raises(InvalidInput, match="ended with SystemExit"):
-        polling._poll()
+    polling = HostPoller(lambda: {"a": 1}, CLOCK)
     refuse_next_thread(monkeypatch)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         polling._poll()
-    polling._handle_answer(polling._poll(), post)
-    assert [_read_hosts(posted.get(timeout=10)) for _ in range(2)] == [{"a": 1}, {"a": 3}]
+    assert dict(polling._poll()) == {"a": 1}

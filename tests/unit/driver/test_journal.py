@@ -101,15 +101,13 @@ def test_a_second_job_appends_to_a_file_with_a_torn_last_line(tmp_path: Path) ->
     assert json.loads(whole)["initial"]["attempt"] == 2
 
 
-def test_a_file_that_cannot_be_opened_is_refused_with_a_sentence(tmp_path: Path) -> None:
-    journal = Journal(str(tmp_path / "no folder" / "journal"))
+def test_a_file_that_cannot_be_opened_is_refused_and_a_full_disk_ends_the_file_and_not_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed, full = Journal(str(tmp_path / "no folder" / "journal")), Journal("/dev/full")
     with pytest.raises(InvalidInput, match=r"cannot be written .*: set journal to a file in a folder"):
-        journal.begin(*driver_machine.initial(Limits(1, 1, 1), 1))
-
-
-def test_a_full_disk_ends_the_file_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    journal = Journal("/dev/full")
-    journal.begin(*driver_machine.initial(Limits(1, 1, 1), 1))
-    journal.record(CancelRequested(1.0, "enough"), (End("enough", JobOutcome.CANCELLED),))
-    journal.close()
+        closed.begin(*driver_machine.initial(Limits(1, 1, 1), 1))
+    full.begin(*driver_machine.initial(Limits(1, 1, 1), 1))
+    full.record(CancelRequested(1.0, "enough"), (End("enough", JobOutcome.CANCELLED),))
+    full.close()
     assert caplog.text.count("the journal /dev/full ends here") == 1

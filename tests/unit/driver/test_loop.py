@@ -60,12 +60,6 @@ def test_a_heartbeat_does_not_wake_the_loop(event: Heartbeat | CancelRequested |
     reader.join()
 
 
-def test_a_heartbeat_is_taken_at_the_end_of_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox = EventQueue()
-    monkeypatch.setattr(inbox._wakeup, "wait", lambda seconds: inbox.put(BEAT))
-    assert inbox.get(0.5) is BEAT
-
-
 def make(
     done: list[DriverCommand], limits: Limits, journal: Journal | None = None
 ) -> tuple[DriverLoop, EventQueue]:

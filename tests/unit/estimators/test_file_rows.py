@@ -14,7 +14,7 @@ import pytest
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed
-from spark_elastic.estimators.fit_rows import FileRows, RunRecord, materialize_rows
+from spark_elastic.estimators.fit_rows import FileRows, RunRecord, locate_rows, materialize_rows
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.runs.owned_run import OwnedRun
 from tests.unit.estimators.requests import request
@@ -29,7 +29,7 @@ def write(folder: Path, rows: int) -> str:
 
 
 def locate(train: str, *seen: str) -> FileRows:
-    rows = FileRows.locate(SESSION, [train], seen, {})
+    rows = locate_rows(SESSION, [train], seen, {})
     rows.check(request())
     return rows
 
@@ -128,16 +128,16 @@ def test_r18_a_driver_that_lost_the_run_writes_and_removes_nothing_of_it(tmp_pat
 def test_options_that_need_a_dataframe_are_refused_for_files(
     tmp_path: Path, values: dict[str, Any], says: str
 ) -> None:
-    rows = FileRows.locate(SESSION, [write(tmp_path / "t", 3)], [], {})
+    rows = locate_rows(SESSION, [write(tmp_path / "t", 3)], [], {})
     with pytest.raises(InvalidInput, match=says):
         rows.check(request(**values))
 
 
 def test_files_need_a_session_and_a_path(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="There is no active Spark session"):
-        FileRows.locate(None, [str(tmp_path)], [], {})
+        locate_rows(None, [str(tmp_path)], [], {})
     with pytest.raises(InvalidInput, match="paths is empty"):
-        FileRows.locate(SESSION, [], [], {})
+        locate_rows(SESSION, [], [], {})
 
 
 @pytest.mark.parametrize(

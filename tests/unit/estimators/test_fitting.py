@@ -50,7 +50,7 @@ def test_without_a_store_a_fit_on_one_machine_has_a_folder_for_as_long_as_it_tak
             store.write_bytes("runs/x/model.pt", b"1")
             assert os.path.isdir(store.root)
         assert not os.path.exists(store.root)
-    with pytest.raises(InvalidInput, match="store is missing: the executors of yarn"):
+    with pytest.raises(InvalidInput, match="store is missing: executors of yarn"):
         with _open_store(request(), "yarn"):
             pass
     with _open_store(request(store=str(tmp_path)), "yarn") as store:

@@ -146,7 +146,7 @@ def test_what_cannot_be_a_class_stays_as_it_is_unless_classes_were_asked_for(
     form = outputs(shapes, implied, label_cols=["a", "b"])
     assert form.activation is None
     assert form == outputs(shapes, None, label_cols=["a", "b"])
-    with pytest.raises(InvalidInput, match="set raw_outputs=True, which gives the outputs as they are"):
+    with pytest.raises(InvalidInput, match="set raw_outputs=True, for the outputs as they are"):
         outputs(shapes, implied, probability_col="q")
 
 
@@ -165,18 +165,18 @@ def test_raw_outputs_are_asked_for_and_named() -> None:
         ([2], {"thresholds": [1, 1]}, "thresholds needs activation"),
         ([1], {"activation": "softmax"}, "softmax makes no class probabilities of 1"),
         ([2], {"activation": "sigmoid"}, "sigmoid makes no class probabilities of 2"),
-        ([(2, 4)], {"activation": "softmax"}, r"one number for each; this model returns \(2, 4\) a row"),
+        ([(2, 4)], {"activation": "softmax"}, r"one number each, and the model returns \(2, 4\) a row"),
         ([3], {"activation": "softmax", "thresholds": [1, 2]}, "2 numbers and the model 3 classes"),
         ([3], {"activation": "softmax", "threshold": 0.3}, "the model has 3: give thresholds"),
         ([2], {"activation": "softmx"}, "activation must be one of 'softmax', 'exp'"),
-        ([2], {"prediction_col": ""}, "prediction_col, .* must be names of columns; got ''"),
-        ([2], {"probability_col": ["p"]}, "must be names of columns; got .'p'"),
+        ([2], {"prediction_col": ""}, "prediction_col, .* must be names; got ''"),
+        ([2], {"probability_col": ["p"]}, "must be names; got .'p'"),
         (
             [2],
             {"prediction_col": "x", "feature_cols": ["x"]},
             "'x' is a feature column, and transform is to add",
         ),
-        ([2], {"output_cols": [1]}, "must be names of columns; got 1"),
+        ([2], {"output_cols": [1]}, "must be names; got 1"),
         ([2], {"probability_col": "p", "output_cols": ["q"]}, "of classes, and output_cols asks for"),
         ([2], {"threshold": 0.1, "raw_outputs": True}, "threshold is of classes, and raw_outputs asks for"),
         ([2], {"raw_outputs": 1}, "raw_outputs must be True or False"),

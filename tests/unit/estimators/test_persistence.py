@@ -16,7 +16,7 @@ from spark_elastic.estimators.saving import check_class, pack
 from spark_elastic.estimators.torch_estimator import load_trained_module
 from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.torch_objects import check_torch_objects
-from spark_elastic.estimators.transformer import FitSummary, ModelReader
+from spark_elastic.estimators.transformer import FitSummary
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.torch.trainer import TorchTrainer
 from tests.unit.estimators.requests import values
@@ -108,7 +108,7 @@ def test_a_state_dict_that_no_weights_file_can_hold_is_refused_before_any_spark_
         check_torch_objects(values(model=NetWithMean(torch.nn.Linear(1, 1))))
 
 
-class Reader(ModelReader):
+class Reader(saving.Reader):
     """Without a session."""
 
     sparkSession = None  # type: ignore[assignment]

@@ -87,7 +87,7 @@ def test_p7_a_record_that_lacks_what_a_run_needs_is_damaged(lacking: dict[str, A
 def test_a_run_record_of_another_format_is_refused(fields: dict[str, Any]) -> None:
     store = make_memory_store()
     store.write_bytes("runs/r/run.json", json.dumps(fields).encode())
-    with pytest.raises(StoreError, match=f"has format {fields.get('format', 1)}, and this release reads 4"):
+    with pytest.raises(StoreError, match=f"has format {fields.get('format', 1)}, and this release reads 5"):
         RunRecord.load(store, "r")
 
 

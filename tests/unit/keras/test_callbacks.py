@@ -49,46 +49,46 @@ class Position(dict[str, int]):
         self.epoch, self.batch = self.kept
 
 
-class PositionRecorder(keras.callbacks.Callback):  # type: ignore[misc] # untyped
-    """The positions that were trained."""
+def record_positions(state: Position, steps: list[tuple[int, int]]) -> Any:
+    def record(batch: int, logs: Any) -> None:
+        steps.append((state.epoch, state.batch))
 
-    def __init__(self, state: Position) -> None:
-        super().__init__()
-        self.state = state
-        self.steps: list[tuple[int, int]] = []
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.steps.append((self.state.epoch, self.state.batch))
+    return keras.callbacks.LambdaCallback(on_train_batch_begin=record)
 
 
-class RateRecorder(keras.callbacks.Callback):  # type: ignore[misc] # untyped
+def record_rates(rates: list[float]) -> Any:
     """The learning rate of each batch."""
 
-    def __init__(self, rates: list[float]) -> None:
-        super().__init__()
-        self._rates = rates
+    def record(batch: int, logs: Any) -> None:
+        rates.append(round(float(np.asarray(recorder.model.optimizer.learning_rate)), 6))
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._rates.append(round(float(np.asarray(self.model.optimizer.learning_rate)), 6))
+    recorder = keras.callbacks.LambdaCallback(on_train_batch_end=record)
+    return recorder
+
+
+def fit_with_interruptions(state: Position, epochs: int, *callbacks: Any) -> int:
+    """Six steps an epoch; how often `fit` was called."""
+    model, calls = build_compiled(keras.optimizers.SGD(0.4)), 0
+    while state.epoch < epochs:
+        calls += 1
+        how: dict[str, Any] = {"batch_size": 4, "steps_per_epoch": 6, "verbose": 0, "callbacks": callbacks}
+        try:
+            model.fit(X, Y, initial_epoch=state.epoch, epochs=epochs, **how)
+        except hvd.HostsUpdatedInterrupt:
+            state.restore()
+    return calls
+
+
+def make_updates(state: Position) -> list[Any]:
+    return [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
 
 
 def test_a_per_batch_learning_rate_continues_where_the_epoch_was_interrupted() -> None:
     def rates(interrupt_at: tuple[int, ...]) -> list[float]:
         state, seen = Position(interrupt_at), list[float]()
-        model = build_compiled(keras.optimizers.SGD(0.4))
-        while state.epoch < 2:
-            callbacks = [
-                RateRecorder(seen),
-                hvd.callbacks.LearningRateScheduleCallback(0.4, lambda at: 1 / (1 + at), staircase=False),
-                hvd.elastic.UpdateBatchStateCallback(state),
-                hvd.elastic.UpdateEpochStateCallback(state),
-                hvd.elastic.CommitStateCallback(state),
-            ]
-            how: dict[str, Any] = {"batch_size": 4, "steps_per_epoch": 6, "verbose": 0}
-            try:
-                model.fit(X, Y, initial_epoch=state.epoch, epochs=2, callbacks=callbacks, **how)
-            except hvd.HostsUpdatedInterrupt:
-                state.restore()
+        ramp = hvd.callbacks.LearningRateScheduleCallback(0.4, lambda at: 1 / (1 + at), staircase=False)
+        commit = hvd.elastic.CommitStateCallback(state)
+        fit_with_interruptions(state, 2, record_rates(seen), ramp, *make_updates(state), commit)
         return seen
 
     assert rates((3, 5, 9)) == rates(()) == [round(0.4 / (1 + k / 6), 6) for k in range(12)]
@@ -97,20 +97,12 @@ def test_a_per_batch_learning_rate_continues_where_the_epoch_was_interrupted() -
 @pytest.mark.parametrize("commit_first", [True, False])
 def test_the_position_is_exact_over_many_interruptions_of_an_epoch(commit_first: bool) -> None:
     state = Position(interrupt_at=(2, 4, 5, 9, 14))
-    commit = hvd.elastic.CommitStateCallback(state)
-    update = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
-    seen, model = PositionRecorder(state), build_compiled()
+    steps = list[tuple[int, int]]()
+    commit, seen = hvd.elastic.CommitStateCallback(state), record_positions(state, steps)
+    update = make_updates(state)
     callbacks = [commit, *update, seen] if commit_first else [*update, commit, seen]
-    fit = {"epochs": 3, "steps_per_epoch": 6, "verbose": 0, "callbacks": callbacks}
-    rounds = 0
-    while state.epoch < 3:
-        rounds += 1
-        try:
-            model.fit(X, Y, batch_size=4, initial_epoch=state.epoch, **fit)
-        except hvd.HostsUpdatedInterrupt:
-            state.restore()
-    assert seen.steps == [(epoch, batch) for epoch in range(3) for batch in range(6)]
-    assert rounds == 6
+    assert fit_with_interruptions(state, 3, *callbacks) == 6
+    assert steps == [(epoch, batch) for epoch in range(3) for batch in range(6)]
     assert (state.epoch, state.batch, state.kept) == (3, 0, (3, 0))
 
 
@@ -121,8 +113,7 @@ def test_a_fit_that_a_callback_has_ended_is_not_interrupted_at_its_last_commit()
 
     state = Position(interrupt_at=(2,))
     commit = hvd.elastic.CommitStateCallback(state, batches_per_commit=100)
-    update = [hvd.elastic.UpdateBatchStateCallback(state), hvd.elastic.UpdateEpochStateCallback(state)]
-    build_compiled().fit(X, Y, epochs=6, verbose=0, callbacks=[commit, Stop(), *update])
+    build_compiled().fit(X, Y, epochs=6, verbose=0, callbacks=[commit, Stop(), *make_updates(state)])
     assert (state.commits, state.kept) == (2, (2, 0))
 
 
@@ -132,10 +123,11 @@ def test_commits_can_be_rarer_and_a_fit_of_the_rest_is_left_alone() -> None:
     build_compiled().fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=callbacks)
     assert state.commits == 4  # after four batches, and at the end of each epoch
     state.batch = 2
-    seen = PositionRecorder(state)
-    rest = [hvd.elastic.UpdateBatchStateCallback(state, steps_per_epoch=6), seen]
+    steps = list[tuple[int, int]]()
+    update = hvd.elastic.UpdateBatchStateCallback(state, steps_per_epoch=6)
+    rest = [update, record_positions(state, steps)]
     build_compiled().fit(X, Y, batch_size=4, steps_per_epoch=4, verbose=0, callbacks=rest)
-    assert [batch for _, batch in seen.steps] == [2, 3, 4, 5]
+    assert [batch for _, batch in steps] == [2, 3, 4, 5]
 
 
 def test_commits_count_the_batches_of_a_call() -> None:
@@ -150,7 +142,7 @@ def test_a_schedule_takes_the_steps_of_each_fit() -> None:
     rates: list[float] = []
     ramp = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: epoch, staircase=False)
     for batch_size in (6, 12):
-        build_compiled().fit(X, Y, batch_size=batch_size, verbose=0, callbacks=[ramp, RateRecorder(rates)])
+        build_compiled().fit(X, Y, batch_size=batch_size, verbose=0, callbacks=[ramp, record_rates(rates)])
     assert rates == [0.0, 0.25, 0.5, 0.75, 0.0, 0.5]
 
 
@@ -170,24 +162,13 @@ def test_learning_rates_follow_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = hvd.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 0.1**epoch, start_epoch=2)
     model = build_compiled(keras.optimizers.SGD(0.4, momentum=0.5))
     history = model.fit(
-        X, Y, batch_size=12, epochs=4, verbose=0, callbacks=[warm, steps, RateRecorder(rates)]
+        X, Y, batch_size=12, epochs=4, verbose=0, callbacks=[warm, steps, record_rates(rates)]
     )
     assert rates == pytest.approx([0.175, 0.25, 0.325, 0.4, 0.004, 0.004, 0.0004, 0.0004])
     assert history.history["lr"] == pytest.approx([0.25, 0.4, 0.004, 0.0004])
     scheduled = build_compiled(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)))
     with pytest.raises(InvalidInput, match="a schedule of its own"):
         scheduled.fit(X, Y, verbose=0, callbacks=[steps.__class__(0.4, 0.5)])
-
-
-def test_one_rank_logs_the_end_of_the_warm_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    warm = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1, verbose=1)
-    warm.set_model(build_compiled())
-    for number in (0, 1):
-        monkeypatch.setattr(schedules, "rank", lambda number=number: number, raising=False)
-        warm.on_epoch_end(0)
-    assert caplog.text.count("warm-up is over") == 1
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -220,18 +201,6 @@ def test_a_distributed_optimizer_is_the_same_optimizer_and_saves_as_the_plain_on
         loaded.fit(X, Y, verbose=0)
     with pytest.raises(InvalidInput, match="once"):
         hvd.DistributedOptimizer(optimizer)
-
-
-@keras.saving.register_keras_serializable(package="tests")
-class Registered(keras.optimizers.SGD):  # type: ignore[misc] # untyped
-    """An optimizer of the user's that Keras knows."""
-
-
-@SAVES
-def test_an_optimizer_registered_with_keras_is_found_by_its_name(tmp_path: Path) -> None:
-    model = build_compiled(hvd.DistributedOptimizer(Registered(0.1)))
-    model.save(tmp_path / "model.keras")
-    assert type(keras.models.load_model(tmp_path / "model.keras").optimizer) is Registered
 
 
 @SAVES
@@ -300,10 +269,3 @@ def test_metrics_of_several_numbers_are_averaged_number_by_number() -> None:
     assert logs["confused"].tolist() == [[1.0, 3.0], [2.0, 4.0]]
     assert (logs["loss"], logs["lr"]) == (3.0, 0.5)
     assert isinstance(logs["loss"], float)
-
-
-def test_metrics_of_a_single_process_stay_as_they_are() -> None:
-    assert hvd.allreduce(2.0, op=hvd.Sum) == 2.0
-    assert hvd.allgather(keras.ops.ones((2, 1))).tolist() == [[1], [1]]
-    assert hvd.broadcast([1, 2], 0).tolist() == [1, 2]
-    assert hvd.reducescatter([1.0, 2.0]).tolist() == [1, 2]

@@ -12,7 +12,7 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.discovery import FixedHosts, HandleDiscovery, JobHandle
+from spark_elastic.driver.discovery import HandleDiscovery, HostPoller, JobHandle
 from spark_elastic.driver.job import ERRORS, DriverOptions, LaunchResult, supervise, unpack_results
 from spark_elastic.driver.ports import Post
 from spark_elastic.errors import JobCancelled, JobFailed, NotEnoughWorkers, TimeLimitReached
@@ -51,10 +51,9 @@ def test_an_interrupt_right_behind_the_servers_start_frees_its_port(monkeypatch:
     monkeypatch.setattr(RendezvousServer, "start", start_and_interrupt)
     hosts, clock = {"localhost": 1}, SystemClock()
     launcher = LocalLauncher(None, HostSlots(hosts), clock)
+    discovery = HostPoller(lambda: hosts, clock)
     with pytest.raises(KeyboardInterrupt):
-        supervise(
-            launcher, FixedHosts(hosts, clock), DriverOptions(), Limits(1, 1, 1), ElasticConfig(), "job"
-        )
+        supervise(launcher, discovery, DriverOptions(), Limits(1, 1, 1), ElasticConfig(), "job")
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", started[0]))
@@ -73,7 +72,9 @@ class NoRoom:
 
 def run_failing_job(run: OwnedRun | None) -> LaunchResult:
     clock, limits = SystemClock(), Limits(1, 1, 1, start_timeout=0.2)
-    return supervise(NoRoom(), FixedHosts({}, clock), DriverOptions(run=run), limits, ElasticConfig(), "job")
+    return supervise(
+        NoRoom(), HostPoller(dict, clock), DriverOptions(run=run), limits, ElasticConfig(), "job"
+    )
 
 
 def test_what_a_function_of_the_user_asks_of_a_handle_at_the_jobs_end_is_not_asked_of_the_next_job() -> None:

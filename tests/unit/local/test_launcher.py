@@ -16,12 +16,9 @@ from spark_elastic.protocol.events import DriverEvent, LaunchEnded
 from spark_elastic.protocol.types import SlotSpec
 
 
-def test_hosts_are_filled_in_their_order() -> None:
+def test_a_host_whose_slots_end_does_not_get_all_others() -> None:
     hosts = HostSlots({"a": 2, "b": 1})
     assert [hosts.acquire(job) for job in (1, 2, 3)] == ["a", "a", "b"]
-
-
-def test_a_host_whose_slots_end_does_not_get_all_others() -> None:
     hosts = HostSlots({"a": 2, "b": 2, "c": 1})
     tried = []
     for job in range(4):

@@ -53,9 +53,6 @@ def test_the_key_and_the_environment_travel_over_standard_input_only(monkeypatch
     header: dict[str, Any] = json.loads(launcher._make_header("main"))
     assert header["environment"]["TOKEN"] == "marked-51"
     assert "SSH_AUTH_SOCK" not in header["environment"]
-
-
-def test_variables_of_the_machine_or_the_login_are_not_sent() -> None:
     own, sent = (
         {"HOME": "/h", "XDG_RUNTIME_DIR": "/run/1", "BASH_FUNC_x%%": ""},
         {"PATH": "/bin", "LR": "0.1"},
@@ -84,7 +81,7 @@ def test_the_exit_code_of_ssh_is_explained(end: tuple[Any, ...], sentence: str) 
     assert sentence in RemoteEnd(code, was_ready, "", tuple(errors)).explain()
 
 
-def test_a_job_begins_without_a_host_only_if_the_others_are_enough(
+def test_a_missing_host_may_be_needed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launcher = _launcher()

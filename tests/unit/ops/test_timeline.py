@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,9 @@ def test_rank_0_writes_the_phases_of_each_operation(tmp_path: Path) -> None:
         stop_timeline()
 
     run_in_fake_world(2, work)
+    enter_group(FakeFabric(1).group(0))
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        start_timeline(str(tmp_path / "nowhere" / "trace.json"))
     assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
     events = [event for event in json.loads((tmp_path / "0.json").read_text()) if event]
     about, *_ = events
@@ -51,17 +55,6 @@ def test_rank_0_writes_the_phases_of_each_operation(tmp_path: Path) -> None:
     assert any(event["name"] == "CYCLE_START" for event in events)
 
 
-def test_only_one_timeline_is_written_and_only_to_a_writable_path(tmp_path: Path) -> None:
-    enter_group(FakeFabric(1).group(0))
-    with pytest.raises(InvalidInput, match="cannot be written"):
-        start_timeline(str(tmp_path / "nowhere" / "trace.json"))
-    start_timeline(str(tmp_path / "trace.json"))
-    with pytest.raises(InvalidInput, match="stop_timeline"):
-        start_timeline(str(tmp_path / "second.json"))
-    stop_timeline()
-    stop_timeline()
-
-
 def test_a_new_rank_0_continues_the_timeline(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text('[{"name": "of the former rank 0", "ph": "i"},\n')
     enter_group(FakeFabric(2).group(1))
@@ -71,6 +64,16 @@ def test_a_new_rank_0_continues_the_timeline(tmp_path: Path) -> None:
     stop_timeline()
     events = json.loads((tmp_path / "trace.json").read_text())
     assert events == [{"name": "of the former rank 0", "ph": "i"}, {}]
+
+
+def make_driver() -> Any:
+    """The driver's key-value store, in this process."""
+    values = KeyValueStore()
+    return SimpleNamespace(
+        ask=lambda request, *_, **__: values.compare_and_set(request),
+        now=lambda: 0.0,
+        last_answered_at=lambda: 0.0,
+    )
 
 
 def enter_as_process(monkeypatch: pytest.MonkeyPatch, generation: int, driver: Any) -> None:
@@ -89,11 +92,9 @@ def write_operation(label: str) -> Any:
     return timeline
 
 
-def test_a_new_rank_0_does_not_continue_the_timeline_of_an_older_job(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_new_rank_0_begins_anew_after_an_older_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The former rank 0 was lost before its first operation."""
-    path, driver = tmp_path / "trace.json", _Driver()
+    path, driver = tmp_path / "trace.json", make_driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
     monkeypatch.setenv("HOROVOD_TIMELINE", str(path))
     for generation in (2, 3):
@@ -103,22 +104,6 @@ def test_a_new_rank_0_does_not_continue_the_timeline_of_an_older_job(
     text = path.read_text()
     assert all(f"of {generation}" in text for generation in (2, 3))
     assert "of an older job" not in text
-
-
-class _Driver:
-    """The driver's key-value store, in this process."""
-
-    def __init__(self) -> None:
-        self._values = KeyValueStore()
-
-    def ask(self, request: Any, hold: float = 0.0, within: float | None = None) -> Any:
-        return self._values.compare_and_set(request)
-
-    def now(self) -> float:
-        return 0.0
-
-    def last_answered_at(self) -> float:
-        return 0.0
 
 
 def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_without_it(
@@ -139,11 +124,9 @@ def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_witho
     assert caplog.text.count("cannot be written") == 2
 
 
-def test_a_function_that_begins_again_continues_its_timeline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_timeline_goes_on_with_its_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In the same process, and in another one, the first of which was killed."""
-    path, driver = tmp_path / "trace.json", _Driver()
+    path, driver = tmp_path / "trace.json", make_driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')
     for generation in (1, 2):
         enter_as_process(monkeypatch, generation, driver)
@@ -152,6 +135,8 @@ def test_a_function_that_begins_again_continues_its_timeline(
             timeline = write_operation(f"of {generation}, {turn}")
         if generation == 1:
             timeline._file.close()
+    with pytest.raises(InvalidInput, match="stop_timeline"):
+        start_timeline(str(tmp_path / "second.json"))
     text = path.read_text()
     assert all(f"of {generation}, {turn}" in text for generation in (1, 2) for turn in range(2))
     assert "of an older job" not in text

@@ -12,7 +12,7 @@ import pytest
 from elastic_collectives import Group
 from spark_elastic.protocol.types import Fence, Member, World
 from spark_elastic.worker import context
-from spark_elastic.worker.context import ProcessContext, WorkerContext
+from spark_elastic.worker.context import CollectiveThread, ProcessContext, WorkerContext
 from tests.fake_group import FakeFabric
 from tests.unit.torch.worlds import run_in_world
 
@@ -62,11 +62,17 @@ def run_in_fake_world(size: int, work: Callable[[Group], T]) -> list[T]:
             group.close()
 
 
-def run_on_engine(size: int, work: Callable[[Group], T]) -> list[T]:
+def run_on_engine(size: int, work: Callable[[Group], T], generation: int = 1) -> list[T]:
     """As `run_in_fake_world`, over the real engine."""
+    threads: list[CollectiveThread] = []
 
     def work_as(group: Group) -> T:
         enter_group(group)
+        threads.append(context.get_group_context().collective_thread)  # type: ignore[attr-defined]
         return work(group)
 
-    return run_in_world(size, work_as)
+    try:
+        return run_in_world(size, work_as, generation)
+    finally:
+        for thread in threads:
+            thread.close()

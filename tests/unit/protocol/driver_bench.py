@@ -9,17 +9,9 @@ from typing import Any, TypeVar
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol import events as on
+from spark_elastic.protocol import messages as said
 from spark_elastic.protocol.driver.forming import assign_ranks, find_source
 from spark_elastic.protocol.driver.state import DriverState, WorkerRecord
-from spark_elastic.protocol.messages import (
-    DriverMessage,
-    Heartbeat,
-    RegisterSlot,
-    RequestNextWorld,
-    WorkerExited,
-    WorkerStarted,
-    WorldFormed,
-)
 from spark_elastic.protocol.types import Fence, Limits, Phase, Position, SlotId, WorkerId, World
 from tests.simulator.invariants import DriverInvariants, stamp_event
 
@@ -58,7 +50,7 @@ class Bench:
         bench.start(*jobs)
         return bench
 
-    def on(self, played: on.DriverEvent | DriverMessage) -> tuple[do.DriverCommand, ...]:
+    def on(self, played: on.DriverEvent | said.DriverMessage) -> tuple[do.DriverCommand, ...]:
         event = stamp_event(played, self.now)
         before = self.state
         self.state, self.commands = driver_machine.step(before, event)
@@ -66,17 +58,17 @@ class Bench:
         self.log.extend(self.commands)
         return self.commands
 
-    def wait(self, seconds: float, heartbeats_of: Sequence[int] = ()) -> None:
-        """Let time pass in ticks; the slots of these launches send heartbeats every half a second."""
+    def wait(self, seconds: float, heartbeats_of: Sequence[int | str] = ()) -> None:
+        """Let time pass in ticks; these slots, or the first ones of these launches, send heartbeats every 0.5 s."""
         end, beat = self.now + seconds, self.now
         while self.now < end - 1e-9:
             self.now = min(end, self.now + 0.05)
             if self.now > beat:
                 beat = self.now + 0.45
                 for job in heartbeats_of:
-                    slot = self.state.slots.get(f"{job}-0")
+                    slot = self.state.slots.get(f"{job}-0" if isinstance(job, int) else job)
                     if slot is not None:
-                        self.on(Heartbeat(slot.slot, slot.worker, "S"))
+                        self.on(said.Heartbeat(slot.slot, slot.worker, "S"))
             self.on(on.Tick(0))
 
     def find_commands(self, kind: type[C]) -> list[C]:
@@ -106,8 +98,13 @@ class Bench:
     # ---- what usually happens
 
     def slot(self, job: int, host: str = "") -> None:
-        self.on(RegisterSlot(SlotId(f"{job}-0"), host or f"h{job}", job))
-        self.on(WorkerStarted(SlotId(f"{job}-0"), name(job)))
+        self.on(said.RegisterSlot(SlotId(f"{job}-0"), host or f"h{job}", job))
+        self.on(said.WorkerStarted(SlotId(f"{job}-0"), name(job)))
+
+    def copy(self, job: int, host: str = "h9") -> None:
+        """Another attempt of that slot's task comes up on that host, with a warm worker."""
+        self.on(said.RegisterSlot(SlotId(f"{job}-1"), host, job))
+        self.join(WorkerId(f"{job}-1.1"))
 
     def start_warm(self, *jobs: int) -> None:
         """Slots come up and their workers get warm."""
@@ -118,20 +115,20 @@ class Bench:
     def join(
         self, worker: str, fence: Fence | None = None, position: Position | None = None, **more: object
     ) -> None:
-        self.on(RequestNextWorld(worker, fence, position, **more))  # type: ignore[arg-type]
+        self.on(said.RequestNextWorld(worker, fence, position, **more))  # type: ignore[arg-type]
 
     def exit(self, worker: WorkerId, code: int, *reason: str, **more: Any) -> None:
         """The worker's process ends."""
-        self.on(WorkerExited(worker.slot, worker, code, *reason, **more))
+        self.on(said.WorkerExited(worker.slot, worker, code, *reason, **more))
 
     def restart(self, worker: WorkerId) -> None:
         """The slot's next worker comes and gets warm."""
-        self.on(WorkerStarted(worker.slot, worker))
+        self.on(said.WorkerStarted(worker.slot, worker))
         self.join(worker)
 
     def form(self) -> None:
         for member in self.world.members:
-            self.on(WorldFormed(member.worker, self.fence))
+            self.on(said.WorldFormed(member.worker, self.fence))
 
     def start(self, *jobs: int) -> None:
         """A world that runs."""

@@ -6,12 +6,7 @@ import pytest
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.messages import (
-    RegisterSlot,
-    WorkerDone,
-    WorkerRaised,
-    WorkerStarted,
-)
+from spark_elastic.protocol import messages as said
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     Fence,
@@ -19,7 +14,6 @@ from spark_elastic.protocol.types import (
     Phase,
     Position,
     SlotId,
-    WorkerId,
 )
 from tests.unit.protocol.driver_bench import Bench, at, name
 
@@ -29,7 +23,7 @@ ONE_JOINS = INITIAL_VERSION.next(update=HostUpdateResult.added)
 
 def _finish(bench: Bench, *jobs: int) -> None:
     for job in jobs:
-        bench.on(WorkerDone(name(job), bench.fence, CLOSE, f"result {job}"))
+        bench.on(said.WorkerDone(name(job), bench.fence, CLOSE, f"result {job}"))
 
 
 # ---- slots and jobs
@@ -44,9 +38,7 @@ def test_a_cancelled_slot_job_ends_the_job_and_is_not_launched_again() -> None:
 
 def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
     bench = Bench.running(1, 2, max_workers=2, num_workers=2)
-    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
-    bench.on(WorkerStarted(SlotId("1-1"), WorkerId("1-1.1")))
-    bench.join(WorkerId("1-1.1"))
+    bench.copy(1)
     bench.wait(1.0, heartbeats_of=[1, 2])
     assert not bench.find_commands(do.AnnounceChange)
     assert not bench.released
@@ -59,8 +51,7 @@ def test_r14_a_second_attempt_parks_while_the_world_is_full() -> None:
 def test_r14_slots_of_second_attempts_join_after_others() -> None:
     bench = Bench(max_workers=3, num_workers=3, min_workers=3)
     bench.start_warm(1)
-    bench.on(RegisterSlot(SlotId("1-1"), "h9", 1))
-    bench.join(WorkerId("1-1.1"))
+    bench.copy(1)
     bench.start_warm(2)
     assert bench.members() == [name(1), name(2), "1-1.1"]
 
@@ -114,24 +105,6 @@ def test_r10_a_join_that_the_current_world_answers_changes_nothing() -> None:
     assert replace(bench.state.workers[name(2)], last_seen=0.0) == before
 
 
-def test_a_member_that_never_received_its_broken_world_takes_part_in_the_next() -> None:
-    bench = Bench.running(1, 2, 3, 4)
-    bench.exit(name(1), -9)
-    for job in (2, 3, 4):
-        bench.join(name(job))
-    assert bench.members() == [name(2), name(3), name(4)]
-    assert bench.world.source is None
-
-
-def test_reset_limit_counts_new_worlds() -> None:
-    bench = Bench.running(1, 2, 3, 4, reset_limit=1)
-    for lost, left in ((1, (2, 3, 4)), (2, (3, 4))):
-        bench.exit(name(lost), -9)
-        bench.regroup(3, *(name(job) for job in left))
-    assert bench.end.outcome is do.JobOutcome.RESET_LIMIT
-    assert len(bench.find_commands(do.PublishWorld)) == 2
-
-
 @pytest.mark.parametrize("order", [None, on.DrainRequested(0, "it goes", host="h1")])
 def test_once_the_reset_limit_is_used_up_no_planned_change_ends_the_job(order: on.DriverEvent | None) -> None:
     bench = Bench.running(1, 2, reset_limit=1)
@@ -169,14 +142,16 @@ def test_newcomers_are_announced_once_after_the_debounce_and_let_in() -> None:
     assert not bench.find_commands(do.AbortWorld)
 
 
-def test_a_planned_change_that_is_undone_changes_nothing() -> None:
+@pytest.mark.scenario("U1")
+def test_w14_all_workers_hear_of_a_change_once_also_when_another_comes_while_it_is_under_way() -> None:
     bench = Bench.running(1, 2)
     bench.start_warm(3)
     bench.wait(0.5, heartbeats_of=[1, 2, 3])
-    bench.exit(name(3), -9)
-    bench.stop_planned(6, name(1), name(2))
-    assert bench.members() == [name(1), name(2)]
-    assert bench.world.receivers == ()
+    bench.join(name(1), bench.fence, at(5), planned=True)
+    bench.start_warm(4)
+    bench.join(name(2), bench.fence, at(5), planned=True)
+    assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
+    assert [announce.version for announce in bench.find_commands(do.AnnounceChange)] == [ONE_JOINS]
 
 
 def test_a_member_that_misses_the_planned_stop_is_left_out() -> None:
@@ -210,7 +185,9 @@ def test_r15_after_rank_0s_result_no_world_is_formed_and_what_fails_does_not_cos
     _finish(bench, 1)
     bench.start_warm(4)
     bench.wait(1.0, heartbeats_of=[1, 2, 3, 4])
-    bench.on(WorkerRaised(name(2), bench.fence, CLOSE, "f", "ValueError: in a callback of the last rank"))
+    bench.on(
+        said.WorkerRaised(name(2), bench.fence, CLOSE, "f", "ValueError: in a callback of the last rank")
+    )
     bench.exit(name(2), -9, out_of_memory=True)
     assert not bench.find_commands(do.AnnounceChange)
     assert not bench.find_commands(do.AbortWorld)
@@ -241,7 +218,7 @@ def test_after_the_end_of_the_job_all_workers_and_slots_are_stopped() -> None:
     bench = Bench.running(1, 2, 3, 4)
     bench.on(on.CancelRequested(0, "Ctrl-C"))
     assert bench.end.outcome is do.JobOutcome.CANCELLED
-    bench.on(RegisterSlot(SlotId("9-0"), "h9", 9))
+    bench.on(said.RegisterSlot(SlotId("9-0"), "h9", 9))
     assert [type(command) for command in bench.commands] == [do.ReleaseSlot]
     bench.join(name(1), bench.fence, at(3))
     assert [type(command) for command in bench.commands] == [do.StopWorker]

@@ -12,7 +12,6 @@ from spark_elastic.protocol.types import Fence, Member, WorkerId, World
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.messages import CompareAndSet, Comparison, SlotCommands
 from spark_elastic.rendezvous.server_state import (
-    KeyValueLimits,
     KeyValueStore,
     ServerState,
 )
@@ -71,7 +70,7 @@ def test_scopes_are_separate() -> None:
 
 
 def test_reading_an_unknown_scope_makes_none() -> None:
-    store = KeyValueStore(KeyValueLimits(scopes=1))
+    store = KeyValueStore(most_scopes=1)
     assert store.get("a", ["k"]) == (None,)
     store.set("b", "k", b"1")
     with pytest.raises(InvalidInput, match="scopes"):
@@ -79,23 +78,22 @@ def test_reading_an_unknown_scope_makes_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "bounds",
+    "store",
     [
-        KeyValueLimits(value_bytes=3),
-        KeyValueLimits(key_bytes=0),
-        KeyValueLimits(total_bytes=3),
-        KeyValueLimits(keys=0),
+        KeyValueStore(value_bytes=3),
+        KeyValueStore(key_bytes=0),
+        KeyValueStore(total_bytes=3),
+        KeyValueStore(most_keys=0),
     ],
 )
-def test_sizes_and_counts_are_limited(bounds: KeyValueLimits) -> None:
-    store = KeyValueStore(bounds)
+def test_sizes_and_counts_are_limited(store: KeyValueStore) -> None:
     with pytest.raises(InvalidInput):
         store.set("a", "k", b"1234")
     assert store.get("a", ["k"]) == (None,)
 
 
 def test_deleted_values_free_room() -> None:
-    store = KeyValueStore(KeyValueLimits(total_bytes=4, keys=1))
+    store = KeyValueStore(total_bytes=4, most_keys=1)
     for _ in range(3):
         store.set("a", "k", b"1234")
         store.set("a", "k", b"12")
@@ -108,7 +106,7 @@ def compare(key: str, expected: bytes | None, desired: bytes | None, token: str)
 
 
 def test_a_key_changes_only_from_the_expected_value() -> None:
-    store = KeyValueStore(KeyValueLimits(total_bytes=3))
+    store = KeyValueStore(total_bytes=3)
     assert store.compare_and_set(compare("k", None, b"1", "t1")) == Comparison(True, b"1")
     assert store.compare_and_set(compare("k", None, b"2", "t2")) == Comparison(False, b"1")
     assert store.compare_and_set(compare("k", b"1", b"234", "t3")) == Comparison(True, b"234")
@@ -130,7 +128,7 @@ def test_a_request_that_is_sent_again_changes_nothing_again() -> None:
 
 def test_comparisons_hold_no_values_beside_those_of_the_store() -> None:
     size = 1 << 20
-    store = KeyValueStore(KeyValueLimits(total_bytes=size))
+    store = KeyValueStore(total_bytes=size)
     tracemalloc.start()
     try:
         for number in range(32):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from spark_elastic.rendezvous.http1 import HttpRequest
-from spark_elastic.rendezvous.status_app import BURST, PAGE_TTL, Page, StatusApp
+from spark_elastic.rendezvous.status_app import PAGE_TTL, Page, StatusApp
 from spark_elastic.testing import FakeClock
 
 
@@ -109,15 +109,6 @@ def test_a_page_is_made_at_most_every_half_second(visitor: StatusClient) -> None
     visitor.clock.sleep(PAGE_TTL)
     visitor.enter()
     assert visitor.made == 2
-
-
-def test_the_request_rate_is_limited_for_requests_with_the_token_only(visitor: StatusClient) -> None:
-    for _ in range(2 * int(BURST)):
-        visitor.ask("/status/")
-    answers = [visitor.enter().status for _ in range(int(BURST) + 1)]
-    assert answers == [200] * int(BURST) + [429]
-    visitor.clock.sleep(1.0)
-    assert visitor.enter().status == 200
 
 
 def test_a_page_that_raises_is_answered_with_an_error(

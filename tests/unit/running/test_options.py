@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.clusters.run.options import ALIASES, REFUSED, parse
+from spark_elastic.clusters.run.call import ALIASES, REFUSED
+from spark_elastic.clusters.run.call import parse_options as parse
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 

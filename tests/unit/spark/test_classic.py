@@ -19,7 +19,7 @@ from py4j.protocol import Py4JError
 
 import elastic_collectives
 from spark_elastic.clusters.spark import classic
-from spark_elastic.clusters.spark.classic import PACKAGES, ExecutorWatch, ProbeJob, SparkLauncher
+from spark_elastic.clusters.spark.classic import PACKAGES, ExecutorWatch, SparkLauncher
 from spark_elastic.clusters.spark.host_facts import DESCRIPTION, describe_jobs
 from spark_elastic.errors import InvalidInput, JobCancelled, PreflightError
 from spark_elastic.estimators.dataframes.materialize import _describe_source
@@ -156,7 +156,7 @@ class FullCluster:
 
 
 def run_probes(sc: Any, timeout: float = 0.0) -> list[Any]:
-    return classic._run_probes(sc, lambda answers: answers, 2, ProbeJob("tag", timeout, workers=8))  # type: ignore[arg-type,return-value]
+    return classic._run_probes(sc, lambda answers: answers, 2, "tag", timeout, 8)  # type: ignore[arg-type,return-value]
 
 
 def test_the_preflight_waits_while_another_job_trains() -> None:

@@ -121,7 +121,7 @@ def test_a_slot_registers_under_the_address_that_other_machines_reach(
     context = SimpleNamespace(attemptNumber=lambda: 0, resources=dict)
     monkeypatch.setattr(slot_task, "TaskContext", SimpleNamespace(get=lambda: context))
     ways = {("machine-a", 7): ADDRESS}
-    monkeypatch.setattr(slot_task, "find_reachable_address", lambda *driver: ways[driver])
+    monkeypatch.setattr(slot_task.host_facts, "find_reachable_address", lambda *driver: ways[driver])
     monkeypatch.setattr(slot_task, "SlotAgent", make_agent)
     monkeypatch.setattr("pyspark.SparkFiles", SimpleNamespace(getRootDirectory=lambda: "/files"))
     spec = SlotSpec(address="machine-a:7", key=b"key", attempt=1)

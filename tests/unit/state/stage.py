@@ -1,4 +1,5 @@
-"""Worlds of threads over fake groups, with the driver's rules: who may form the next world, and who hands its state on.
+"""Worlds of threads over fake groups, with the driver's rules: who may form the next world, and who hands its state on;
+and a state of numpy numbers.
 
 A script says at which step of the whole run somebody dies or joins. One condition guards everything.
 """
@@ -6,13 +7,15 @@ A script says at which step of the whole run somebody dies or joins. One conditi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 
 from elastic_collectives import CollectiveError, Group
+from spark_elastic.handwritten.elastic_loop import elastic
+from spark_elastic.handwritten.object_state import ObjectState
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     START,
@@ -24,6 +27,8 @@ from spark_elastic.protocol.types import (
     WorldView,
 )
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
+from spark_elastic.runs.handlers import SnapshotHandler
+from spark_elastic.runs.snapshot import Bytes, SnapshotBuilder
 from tests.fake_group import FakeFabric
 from tests.unit.protocol.driver_bench import make_world
 
@@ -37,9 +42,7 @@ class WorkerKilled(BaseException):
 @dataclass(frozen=True)
 class Event:
     """When a worker first reaches `step`: `rank` dies at its `after`-th collective from then on, or somebody joins.
-
-    slips: it does not die, but that collective breaks for it alone, as one does when a peer hangs up behind it.
-    """
+    slips: it does not die, but that collective breaks for it alone, as one does when a peer hangs up behind it."""
 
     step: int
     rank: int | None = None
@@ -79,6 +82,18 @@ class FakeDriver:
         if self.errors:
             raise self.errors[0]
         return self.results
+
+    def train(self, loop: Callable[[Any], Any], make: Callable[[FakeSession], Any]) -> list[Any]:
+        """The loop under `elastic` on every worker. make: its state."""
+        return self.play(lambda session: elastic(loop, lambda: session)(make(session)))
+
+    def take_steps(self, state: Any, steps: int) -> Iterator[int]:
+        """Of a loop, each with an exchange; what follows one stands in the body."""
+        while state.step < steps:
+            self.reach_step(state.step)
+            state._session.allreduce(np.ones(1))
+            state.step += 1
+            yield state.step
 
     def reach_step(self, step: int) -> None:
         """A worker is about to take this step."""
@@ -222,6 +237,11 @@ class FakeSession:
     def allreduce(self, array: Any, op: str = "sum") -> None:
         self._group.allreduce(array, op)
 
+    def finish_together(self) -> None:
+        """No worker leaves before all are done, as in a job; nothing planned happens here."""
+        self._fuse = None
+        self.allreduce(np.ones(1))
+
     def break_planned(self, meet: Callable[..., Any]) -> Callable[..., Any]:
         """A group's collectives, those of a hand-over among them, each nearer to what `light` has planned."""
 
@@ -260,3 +280,26 @@ class FakeSession:
         self._world, self._group = self._stage.arrive(self)
         if self._world.source is None:
             self.position = START
+
+
+class Weights:
+    def __init__(self, numbers: int = 8, fill: float = 0.0) -> None:
+        self.numbers = np.full(numbers, fill)
+        self.changes = 0
+
+    def add(self, change: float) -> None:
+        self.numbers += change
+        self.changes += 1
+
+
+class WeightsHandler(SnapshotHandler):
+    def capture(self, builder: SnapshotBuilder) -> Any:
+        return builder.add(self.value.numbers.view(np.uint8), lambda: self.value.changes)
+
+    def load(self, values: Any, memory: Bytes) -> None:
+        self.value.numbers[:] = values.of(memory).view(np.float64)
+        self.value.changes += 1
+
+
+class WeightsState(ObjectState):
+    registry = ((Weights, WeightsHandler),)

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from typing import Any
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
+from spark_elastic.driver.run_board import RunBoard
 from spark_elastic.errors import JobCancelled, StoreError
 from spark_elastic.protocol.commands import PublishCheckpoint
+from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import CheckpointStoreFull, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.runs import owned_run
@@ -41,17 +45,13 @@ def write_checkpoint(store: Store, step: int, attempt: int = 1) -> Checkpoint:
 
 
 def test_r18_the_list_of_the_highest_attempt_counts(store: Store) -> None:
-    run, old, new = (
-        CheckpointStore(store, "r"),
-        write_checkpoint(store, 9),
-        write_checkpoint(store, 3, attempt=2),
-    )
+    run, old = CheckpointStore(store, "r"), write_checkpoint(store, 9)
+    new = write_checkpoint(store, 3, attempt=2)
     run.publish(1, [old])
     assert run.read_published() == (old,)
     run.publish(2, [new, old])
-    run.publish(
-        1, [write_checkpoint(store, 10), old]
-    )  # by a driver that does not know yet that it lost the run
+    # By a driver that does not know yet that it lost the run.
+    run.publish(1, [write_checkpoint(store, 10), old])
     assert run.read_published() == (new, old)
 
 
@@ -103,19 +103,21 @@ def test_r18_a_list_replaced_while_it_is_read_gives_way(caplog: pytest.LogCaptur
     assert not caplog.records
 
 
-@pytest.mark.parametrize("damage", ["altered", "part gone", "manifest gone", "torn"])
-def test_a_damaged_checkpoint_gives_way(store: Store, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+DAMAGES = {
+    "altered": ("a", b"3"),
+    "part gone": ("b", None),
+    "manifest gone": ("manifest.json", None),
+    "torn": ("manifest.json", b'{"parts": {"a"'),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_gives_way(
+    store: Store, name: str, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
     run, older, newer = CheckpointStore(store, "r"), write_checkpoint(store, 1), write_checkpoint(store, 2)
-    folder = f"runs/r/checkpoints/{newer.name}"
-    match damage:
-        case "altered":
-            store.write_bytes(f"{folder}/a", b"3")
-        case "part gone":
-            store.delete(f"{folder}/b")
-        case "manifest gone":
-            store.delete(f"{folder}/manifest.json")
-        case "torn":
-            store.write_bytes(f"{folder}/manifest.json", b'{"parts": {"a"')
+    path = f"runs/r/checkpoints/{newer.name}/{name}"
+    store.delete(path) if content is None else store.write_bytes(path, content)
     with caplog.at_level(logging.WARNING, "spark_elastic"):
         found, parts = run.read_first_undamaged([newer, older])
     assert (found, parts["a"]) == (older, b"1")
@@ -126,14 +128,8 @@ def test_a_damaged_checkpoint_gives_way(store: Store, damage: str, caplog: pytes
 
 
 def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
-    taken: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: taken.append(owned_run.acquire_attempt(store, "r"))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        taken = pool.map(lambda _: owned_run.acquire_attempt(store, "r"), range(4))
     assert sorted(taken) == [1, 2, 3, 4]
     assert owned_run.find_highest_attempt(store, "r") == 4
     assert owned_run.find_highest_attempt(store, "another") == 0
@@ -184,10 +180,8 @@ def test_a_run_whose_files_cannot_be_deleted_keeps_its_record(caplog: pytest.Log
     run.delete_run("runs/r/rows")
     assert store.exists("runs/r/rows/a")
     assert "AccessDenied" in caplog.text
-    assert (
-        "Remove runs/r/run.json and runs/r/rows and runs/r/commit-key and runs/r/attempts by hand"
-        in caplog.text
-    )
+    left = "runs/r/run.json and runs/r/rows and runs/r/commit-key and runs/r/attempts"
+    assert f"Remove {left} by hand" in caplog.text
 
 
 def test_the_next_driver_of_a_run_removes_files_of_a_killed_writer(tmp_path: Path) -> None:
@@ -202,12 +196,11 @@ def test_the_next_driver_of_a_run_removes_files_of_a_killed_writer(tmp_path: Pat
 
 def test_the_holder_publishes_and_deletes(store: Store) -> None:
     run = OwnedRun.acquire(store, "r")
-    lost: list[str] = []
-    run.start(lost.append)
+    lost: list[DriverEvent] = []
     first, second = write_checkpoint(store, 1), write_checkpoint(store, 2)
-    run.publish((first,))
-    run.publish((second,))
-    run.close()
+    with RunBoard(run, dict, lost.append, SystemClock()) as board:
+        board.publish((first,))
+        board.publish((second,))
     assert not lost
     assert OwnedRun.acquire(store, "r").checkpoints == (second,)
     with pytest.raises(StoreError):
@@ -240,22 +233,21 @@ def test_r15_a_result_that_cannot_be_read_back_is_not_reported() -> None:
 
 def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(store: Store) -> None:
     old = OwnedRun.acquire(store, "r")
-    lost: list[str] = []
-    old.start(lost.append)
+    lost: list[Any] = []
     assert OwnedRun.acquire(store, "r").attempt == 2
-    old.publish((write_checkpoint(store, 1),))
-    old.close()
+    with RunBoard(old, dict, lost.append, SystemClock()) as board:
+        board.publish((write_checkpoint(store, 1),))
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
-    assert lost == [f"run 'r' was taken over by another driver ({by}; this one is attempt 1)"]
+    (cancelled,) = lost
+    assert cancelled.reason == f"run 'r' was taken over by another driver ({by}; this one is attempt 1)"
     assert CheckpointStore(store, "r").read_published() == ()
 
 
 def test_a_run_that_somebody_removed_is_not_said_to_be_another_drivers(store: Store) -> None:
     run = OwnedRun.acquire(store, "r")
     store.remove_tree("runs/r")
-    with pytest.raises(
-        JobCancelled, match=r"run 'r' was removed from the store .* while this driver trained it"
-    ):
+    said = r"run 'r' was removed from the store .* while this driver trained it"
+    with pytest.raises(JobCancelled, match=said):
         run.check()
 
 
@@ -295,13 +287,8 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
         for step in range(1, 12):
             writer.offer(Fence(1, 1), at(step), lambda: {"values": bytes(500), "memory": bytes(400)})
             writer.flush()
-            answer = told[-1]
-            commands = bench.on(
-                CheckpointStoreFull(name(1), told.count(None))
-                if answer is None
-                else CheckpointWritten(name(1), answer)
-            )
-            for command in commands:
+            answer, full = told[-1], CheckpointStoreFull(name(1), told.count(None))
+            for command in bench.on(full if answer is None else CheckpointWritten(name(1), answer)):
                 assert isinstance(command, PublishCheckpoint)
                 run.publish_now(command.checkpoints)
         writer.close()
@@ -338,9 +325,8 @@ def test_on_a_full_store_the_list_is_written_once_the_oldest_checkpoint_is_delet
     newer = write_checkpoint(store, 2)
     run.publish_now((newer, old))
     limit_room(store, sum(each.bytes for each in store.find()))
-    newest = replace(
-        newer, position=at(3), name=format_checkpoint_name(newer.fence, at(3)) + "-a-longer-name"
-    )
+    longer = f"{format_checkpoint_name(newer.fence, at(3))}-a-longer-name"
+    newest = replace(newer, position=at(3), name=longer)
     run.publish_now((newest, newer))
     assert CheckpointStore(store, "r").read_published() == (newest, newer)
     with pytest.raises(StoreError):

@@ -14,7 +14,6 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.handwritten.object_state import ObjectState, State
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.runs import checkpoint
@@ -30,7 +29,7 @@ from spark_elastic.runs.snapshot import PickleCodec, Snapshot
 from tests.full_process import refuse_next_thread
 from tests.memory_store import make_memory_store
 from tests.patience import until
-from tests.unit.state.stage import FakeDriver, FakeSession
+from tests.unit.state.stage import FakeDriver
 
 
 class SimulatedJob:
@@ -47,25 +46,17 @@ class SimulatedJob:
         stage.snapshot_reader = SnapshotReader(store, "run", PickleCodec())
         stage.resume = resume
 
-        def work(session: FakeSession) -> float:
-            trained: list[int] = []
+        def loop(state: Any) -> float:
+            trained: list[int] = []  # by the worker's newest world
             self.trained.append(trained)
-            state: Any = ObjectState(step=0, numbers=np.zeros(3), **more)
-
-            def loop(state: Any) -> None:
-                while state.step < until:
-                    ones = np.ones(1)
-                    session.allreduce(ones)
-                    state.numbers = state.numbers + ones[0] / session.group.size
-                    trained.append(state.step)
-                    state.step += 1
-                    state.commit()
-
-            elastic(loop, lambda: session)(state)
+            for step in stage.take_steps(state, until):
+                state.numbers = state.numbers + 1
+                trained.append(step - 1)
+                state.commit()
             return float(state.numbers[0])
 
         try:
-            self.results = stage.play(work)
+            self.results = stage.train(loop, lambda session: ObjectState(step=0, numbers=np.zeros(3), **more))
         finally:
             stage.checkpointer.close()
         self.stall_seconds = stage.checkpointer.stall_seconds
@@ -116,6 +107,11 @@ class UserState(State):
     def sync(self) -> None: ...
 
 
+def make_checkpointer() -> Checkpointer:
+    policy = CheckpointPolicy("run")
+    return Checkpointer(make_memory_store(), policy, SystemClock(), PickleCodec(), lambda report: None)
+
+
 def _fail_if_called(state: State) -> None:
     raise AssertionError("training began")
 
@@ -131,11 +127,9 @@ def test_values_that_cannot_be_checkpointed_are_refused_by_name(
     make: Callable[[], State], sentence: str
 ) -> None:
     stage = FakeDriver(1)
-    stage.checkpointer = Checkpointer(
-        make_memory_store(), CheckpointPolicy("run"), SystemClock(), PickleCodec(), print
-    )
+    stage.checkpointer = make_checkpointer()
     with pytest.raises(InvalidInput, match=sentence):
-        stage.play(lambda session: elastic(_fail_if_called, lambda: session)(make()))
+        stage.train(_fail_if_called, lambda session: make())
 
 
 def test_checkpoints_of_another_state_are_refused() -> None:
@@ -183,10 +177,7 @@ def test_p7_only_what_this_world_has_written_is_not_written_again(
     store = SlowStore(failures)
     store.answers.set()
     monkeypatch.setattr(checkpoint, "CheckpointStore", lambda *given: store)
-    policy = CheckpointPolicy("run")
-    checkpointer = Checkpointer(
-        make_memory_store(), policy, SystemClock(), PickleCodec(), lambda report: None
-    )
+    checkpointer = make_checkpointer()
     for generation, step in offered:
         position = Position(0, Phase.TRAIN, step)
         checkpointer.offer(Fence(1, generation), Snapshot(position, {}, np.zeros(1, np.uint8)))

@@ -23,7 +23,7 @@ from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.data.store import Store, list_entries
 from spark_elastic.driver.run_board import RunBoard, encode_request, requests_folder, status_name
 from spark_elastic.errors import ElasticError
-from spark_elastic.estimators.fit_rows import RunRecord, RunResult
+from spark_elastic.estimators.fit_rows import RowRecord, RunRecord, RunResult
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import DrainRequested
@@ -56,7 +56,7 @@ class RunInStore:
         self.manifest.save(self.store, "data/manifest.json")
         text = self.manifest.to_json()
         settings = {"seed": 1, "shuffle": True, "batch_size": 5, "backward_passes_per_step": 1}
-        RunRecord("", text, self.manifest.hash, 5, 1, settings, None, {}).save(self.store, RUN)
+        RunRecord("", RowRecord(text, 5, 1), None, settings, {}).save(self.store, RUN)
         RunResult("runs/r/model", "", "", 1, [{"loss": 1.0}], 5).save(self.store, RUN)
         self.posted: list[Any] = []
         end = codec.to_plain(End("it is over", JobOutcome.SUCCESS, ("{}",)))
@@ -180,9 +180,8 @@ def test_what_others_keep_among_checkpoints_stays_and_disturbs_nothing(tmp_path:
         store.write_bytes(f"runs/r/checkpoints/{name}", b"")
     store.write_bytes("runs/r/attempts/²", b"")
     for step in (1, 2):
-        new = CheckpointStore(store, RUN).write(
-            Fence(run.attempt, 1), Position(0, Phase.TRAIN, step), {"x": b"x"}
-        )
+        position = Position(0, Phase.TRAIN, step)
+        new = CheckpointStore(store, RUN).write(Fence(run.attempt, 1), position, {"x": b"x"})
         run.publish_now((new,))
     assert OwnedRun.acquire(store, RUN).checkpoints == (new,)
     assert all(os.path.exists(tmp_path / "runs/r/checkpoints" / name) for name in others)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,47 +16,35 @@ from spark_elastic.handwritten.elastic_loop import choose_source, elastic
 from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, ObjectState, State
 from spark_elastic.protocol.types import START, HostUpdateResult, Phase, Position, WorldView
 from tests.unit.protocol.driver_bench import make_world
-from tests.unit.state.stage import Event, FakeDriver, FakeSession
-from tests.unit.state.weights import Weights, WeightsState
+from tests.unit.state.stage import Event, FakeDriver, FakeSession, Weights, WeightsState
 
 STEPS = 12
 
 
-def take_steps(stage: FakeDriver, session: FakeSession, state: Any) -> Iterator[int]:
-    """The steps of a loop, each with an exchange; what follows one stands in the body."""
-    while state.step < STEPS:
-        stage.reach_step(state.step)
-        session.allreduce(np.ones(1))
-        state.step += 1
-        yield state.step
-
-
-def training(stage: FakeDriver, commit_every: int, check: bool) -> Any:
+def train(stage: FakeDriver, commit_every: int, check: bool) -> list[tuple[float, int]]:
     """Each step adds 1 to all weights, whatever the world's size."""
+    numbers = itertools.count(0, 1000)  # another one on each worker, which newcomers must not keep
 
-    numbers = itertools.count(0, 1000)
+    def make(session: FakeSession) -> WeightsState:
+        began_at = next(numbers)
+        return WeightsState(weights=Weights(fill=float(began_at)), step=0, began_at=began_at)
 
-    def work(session: FakeSession) -> tuple[float, int]:
-        def loop(state: Any) -> tuple[float, int]:
-            while state.step < STEPS:
-                stage.reach_step(state.step)
-                gradient = np.ones(1)
-                session.allreduce(gradient)
-                state._snapshots.wait()  # what an optimizer's hook does
-                state.weights.add(float(gradient[0]) / session.world.size)
-                state.step += 1
-                assert state.weights.numbers.max() == state.step + state.began_at, "not of one version"
-                if state.step % commit_every == 0:
-                    state.commit()
-                elif check:
-                    state.check_host_updates()
-            return float(state.weights.numbers.min()) - state.began_at, state.step
+    def loop(state: Any) -> tuple[float, int]:
+        while state.step < STEPS:
+            stage.reach_step(state.step)
+            gradient = np.ones(1)
+            state._session.allreduce(gradient)
+            state._snapshots.wait()  # what an optimizer's hook does
+            state.weights.add(float(gradient[0]) / state._session.world.size)
+            state.step += 1
+            assert state.weights.numbers.max() == state.step + state.began_at, "not of one version"
+            if state.step % commit_every == 0:
+                state.commit()
+            elif check:
+                state.check_host_updates()
+        return float(state.weights.numbers.min()) - state.began_at, state.step
 
-        began_at = next(numbers)  # another one on each worker, which newcomers must not keep
-        state = WeightsState(weights=Weights(fill=float(began_at)), step=0, began_at=began_at)
-        return elastic(loop, lambda: session)(state)
-
-    return work
+    return stage.train(loop, make)
 
 
 events = st.builds(
@@ -79,7 +66,7 @@ def test_w3_the_counter_equals_the_steps_under_any_schedule(
     size: int, script: list[Event], commit_every: int, check: bool
 ) -> None:
     stage = FakeDriver(size, tuple(sorted(script, key=lambda event: event.step)))
-    results = stage.play(training(stage, commit_every, check))
+    results = train(stage, commit_every, check)
     assert results
     assert set(results) == {(float(STEPS), STEPS)}
 
@@ -104,22 +91,19 @@ def test_on_hosts_updated_says_whether_workers_join_or_leave(
         def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
             heard.append((timestamp, update_res))
 
-    def work(session: FakeSession) -> int:
-        def loop(state: Any) -> int:
-            while state.step < STEPS:
-                if state.step == 5 and session.world.fence.generation == 1 and session.group.rank == 0:
-                    stage.reach_step(5)
-                    if update == HostUpdateResult.removed:
-                        stage.announce()
-                session.allreduce(np.ones(1))
-                state.step += 1
-                state.check_host_updates()
-            return int(state.step)
-
-        return elastic(loop, lambda: session)(ListeningState(step=0))
+    def loop(state: Any) -> None:
+        session = state._session
+        while state.step < STEPS:
+            if state.step == 5 and session.world.fence.generation == 1 and session.group.rank == 0:
+                stage.reach_step(5)
+                if update == HostUpdateResult.removed:
+                    stage.announce()
+            session.allreduce(np.ones(1))
+            state.step += 1
+            state.check_host_updates()
 
     stage = FakeDriver(size, (Event(5),) if update == HostUpdateResult.added else ())
-    stage.play(work)
+    stage.train(loop, lambda session: ListeningState(step=0))
     assert set(heard) == {(1.0, update)}
     assert set(interrupts) == {skips}
 
@@ -135,42 +119,40 @@ def test_r05_a_rank_whose_sync_failed_does_not_report_the_new_position(joins: bo
                 self._session.die()  # type: ignore[attr-defined]
             super().sync()
 
-    def work(session: FakeSession) -> tuple[float, int]:
-        def loop(state: Any) -> tuple[float, int]:
-            for _ in take_steps(stage, session, state):
-                state._snapshots.wait()
-                state.weights.add(1.0)
-                state.commit()
-            return float(state.weights.numbers[0]), state.step
-
-        return elastic(loop, lambda: session)(ChangedState(weights=Weights(), step=0))
+    def loop(state: Any) -> tuple[float, int]:
+        for _ in stage.take_steps(state, STEPS):
+            state._snapshots.wait()
+            state.weights.add(1.0)
+            state.commit()
+        return float(state.weights.numbers[0]), state.step
 
     event = Event(5) if joins else Event(5, rank=2, after=1, slips=True)
     stage = FakeDriver(2 if joins else 3, (event,))
-    assert stage.play(work) == [(STEPS, STEPS)] * 2
+    made = stage.train(loop, lambda session: ChangedState(weights=Weights(), step=0))
+    assert made == [(STEPS, STEPS)] * 2
     assert len(stage.sizes) == 3
 
 
 def test_reset_callbacks_run_on_survivors_only() -> None:
     called: list[int] = []
 
-    def work(session: FakeSession) -> float:
-        state = ObjectState(step=0, rate=1.0)
+    def make(session: FakeSession) -> ObjectState:
+        state: Any = ObjectState(step=0, rate=1.0)
 
         def rescale() -> None:
             called.append(session.world.size)
             state.rate = 1.0 * session.world.size
 
-        def loop(state: Any) -> float:
-            for _ in take_steps(stage, session, state):
-                state.commit()
-            return float(state.rate)
-
         state.register_reset_callbacks([rescale])
-        return elastic(loop, lambda: session)(state)
+        return state
+
+    def loop(state: Any) -> float:
+        for _ in stage.take_steps(state, STEPS):
+            state.commit()
+        return float(state.rate)
 
     stage = FakeDriver(2, (Event(5),))
-    assert stage.play(work) == [3.0] * 3
+    assert stage.train(loop, make) == [3.0] * 3
     assert called == [3, 3]
 
 
@@ -195,16 +177,13 @@ class UserState(State):
 
 
 def test_a_users_own_state_works_through_losses_and_joins() -> None:
-    def work(session: FakeSession) -> int:
-        def loop(state: UserState) -> int:
-            for _ in take_steps(stage, session, state):
-                state.commit()
-            return state.step
-
-        return elastic(loop, lambda: session)(UserState(session))
+    def loop(state: UserState) -> int:
+        for _ in stage.take_steps(state, STEPS):
+            state.commit()
+        return state.step
 
     stage = FakeDriver(3, (Event(3), Event(6, rank=0), Event(9)))
-    assert set(stage.play(work)) == {STEPS}
+    assert set(stage.train(loop, UserState)) == {STEPS}
 
 
 def test_without_a_worker_the_function_is_merely_called() -> None:
@@ -221,14 +200,11 @@ def test_without_a_worker_the_function_is_merely_called() -> None:
 
 
 def test_errors_that_no_other_world_can_repair_are_raised() -> None:
-    def work(session: FakeSession) -> None:
-        def loop(state: Any) -> None:
-            raise MismatchError((0,), "the user's own doing")
-
-        elastic(loop, lambda: session)(ObjectState(step=0))
+    def loop(state: Any) -> None:
+        raise MismatchError((0,), "the user's own doing")
 
     with pytest.raises(MismatchError, match="own doing"):
-        FakeDriver(1).play(work)
+        FakeDriver(1).train(loop, lambda session: ObjectState(step=0))
 
 
 def test_a_second_call_of_the_users_function_continues_from_the_state_of_the_first() -> None:

@@ -19,8 +19,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.handwritten.object_state import ObjectState
 from spark_elastic.runs import snapshot as snapshot_module
 from spark_elastic.runs.handlers import StateHandler, find_handler
-from tests.unit.state.stage import FakeDriver, FakeSession
-from tests.unit.state.weights import Weights, WeightsState
+from tests.unit.state.stage import FakeDriver, FakeSession, Weights, WeightsState
 
 
 @given(st.lists(st.sampled_from(["step", "save", "restore"]), max_size=30))

@@ -13,7 +13,7 @@ import pytest
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError
-from spark_elastic.estimators.fit_rows import RunRecord, RunResult
+from spark_elastic.estimators.fit_rows import RowRecord, RunRecord, RunResult
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun
@@ -52,7 +52,7 @@ def begin_fit(store: Store, acknowledge: Acknowledge) -> OwnedRun:
     columns = (Column("x", "float32"),)
     manifest = Manifest(columns, (f"{ROWS}/part",), RowGroups.of([RowGroup(0, 0, 5, 20)]), "from", "content")
     settings = {"seed": 1, "shuffle": True, "batch_size": 5, "backward_passes_per_step": 1}
-    RunRecord(ROWS, manifest.to_json(), manifest.hash, 5, 1, settings, None, {}).save(store, RUN)
+    RunRecord(ROWS, RowRecord(manifest.to_json(), 5, 1), None, settings, {}).save(store, RUN)
     return run
 
 

@@ -47,13 +47,16 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.commits = [ShardedCommits() for _ in range(size)]
 
-    def begin_world(self) -> list[RestorableCommit | LostCommit | None]:
+    def begin_world(self) -> RestorableCommit | LostCommit | None:
         self.fabric = FakeFabric(len(self.commits))
-        return self.run(
-            lambda rank, group: self.commits[rank].agree_on_commit(
-                group, Place("machine", f"host {id(self.commits[rank])}")
-            )
-        )
+
+        def agree(rank: int, group: Group) -> Any:
+            commits = self.commits[rank]
+            return commits.agree_on_commit(group, Place("machine", f"host {id(commits)}"))
+
+        first, *others = self.run(agree)
+        assert all(type(other) is type(first) for other in others)
+        return first  # type: ignore[no-any-return]
 
     def save(self) -> list[None]:
         def save(rank: int, group: Group) -> None:
@@ -105,11 +108,10 @@ def flip_bit(commits: ShardedCommits, shard: int) -> None:
 def test_a_copy_that_was_damaged_on_its_way_breaks_the_world_and_the_commit_before_stays() -> None:
     ranks = start_saved(3)
     ranks.flip_bit_on_arrival(1)
-    with pytest.raises(
-        CollectiveError, match="the copy of rank 0's shard that rank 1 received is not the one"
-    ):
+    said = "the copy of rank 0's shard that rank 1 received is not the one"
+    with pytest.raises(CollectiveError, match=said):
         ranks.save()
-    assert all(isinstance(found, RestorableCommit) for found in ranks.begin_world())
+    assert isinstance(ranks.begin_world(), RestorableCommit)
 
 
 @pytest.mark.parametrize("holder", [0, 1])
@@ -118,7 +120,7 @@ def test_a_shard_that_was_damaged_in_memory_comes_from_the_other_rank_that_holds
 ) -> None:
     ranks = start_saved(3)
     flip_bit(ranks.commits[holder], 0)  # rank 0 made it, rank 1 has the copy
-    (chosen, *_) = ranks.begin_world()
+    chosen = ranks.begin_world()
     assert isinstance(chosen, RestorableCommit)
     assert chosen.senders[0] == 1 - holder
     assert "shard 0 of commit 0 is damaged in this worker's memory" in caplog.text
@@ -130,18 +132,17 @@ def test_a_shard_whose_only_holder_is_damaged_is_lost() -> None:
     ranks = start_saved(3)
     flip_bit(ranks.commits[1], 0)
     del ranks.commits[0]
-    assert not any(isinstance(found, RestorableCommit) for found in ranks.begin_world())
+    assert not isinstance(ranks.begin_world(), RestorableCommit)
 
 
 def test_what_is_damaged_while_it_is_divided_anew_breaks_the_world() -> None:
     ranks = start_saved(3)
     del ranks.commits[2]
-    (chosen, *_) = ranks.begin_world()
+    chosen = ranks.begin_world()
     assert isinstance(chosen, RestorableCommit)
     ranks.flip_bit_on_arrival(0)
-    with pytest.raises(
-        CollectiveError, match=r"part of a commit from rank . that rank 0 received is not the one"
-    ):
+    said = "part of a commit from rank . that rank 0 received is not the one"
+    with pytest.raises(CollectiveError, match=said):
         ranks.divide(chosen)
 
 
@@ -150,11 +151,9 @@ def test_a_damaged_checkpoint_in_memory_is_not_used() -> None:
     whole = ranks.commits[0].gather(ranks.fabric.group(0), 0)
     assert whole is not None
     ranks.commits[0].adopt(whole)
-    (chosen,) = ranks.begin_world()
-    assert isinstance(chosen, RestorableCommit)
+    assert isinstance(ranks.begin_world(), RestorableCommit)
     flip_bit(ranks.commits[0], 0)
-    (found,) = ranks.begin_world()
-    assert not isinstance(found, RestorableCommit)
+    assert not isinstance(ranks.begin_world(), RestorableCommit)
 
 
 def test_what_lies_on_another_device_is_part_of_a_commit() -> None:
@@ -240,16 +239,23 @@ def test_the_newest_commit_of_which_each_shard_is_left_is_restored() -> None:
     assert chosen.key == NEW
 
 
-def test_the_same_commit_divided_anew_is_the_newer_one() -> None:
-    again = CommitKey(8, (1, 3), 1)
-    assert choose_commit([[(NEW, [0, 1, 2])], [(again, [0])], []]) == RestorableCommit(again, (1,))
+AGAIN = CommitKey(8, (1, 3), 1)
 
 
-def test_shards_that_are_gone_with_their_copies_are_named() -> None:
-    held = [[(NEW, [0])], []]
-    assert choose_commit(held) == LostCommit(NEW, (1, 2))
-
-
-@pytest.mark.parametrize("held", [[[], []], [[(CommitKey(0, (1, 1), 2), [0])], []]])
-def test_before_the_first_commit_nothing_is_lost(held: list[list[tuple[CommitKey, list[int]]]]) -> None:
-    assert choose_commit(held) is None
+@pytest.mark.parametrize(
+    ("held", "chosen"),
+    [
+        pytest.param(
+            [[(NEW, [0, 1, 2])], [(AGAIN, [0])], []],
+            RestorableCommit(AGAIN, (1,)),
+            id="divided anew: the newer one",
+        ),
+        pytest.param([[(NEW, [0])], []], LostCommit(NEW, (1, 2)), id="gone with their copies"),
+        pytest.param([[], []], None, id="no commit"),
+        pytest.param([[(CommitKey(0, (1, 1), 2), [0])], []], None, id="before the first one"),
+    ],
+)
+def test_the_commit_to_restore_follows_from_what_is_held(
+    held: list[list[tuple[CommitKey, list[int]]]], chosen: RestorableCommit | LostCommit | None
+) -> None:
+    assert choose_commit(held) == chosen

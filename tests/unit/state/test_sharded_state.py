@@ -26,9 +26,8 @@ class Rows:
     """This rank's rows of two tensors. Row i begins as i, and each step adds 1."""
 
     def __init__(self, session: FakeSession) -> None:
-        self.parts = [
-            np.arange(*get_shard_range(n, session.world.size, session.group.rank)) * 1.0 for n in ROWS
-        ]
+        place = session.world.size, session.group.rank
+        self.parts = [np.arange(*get_shard_range(rows, *place)) * 1.0 for rows in ROWS]
 
 
 class RowsHandler(DividedHandler):
@@ -47,32 +46,29 @@ class RowsState(FSDPState):
     registry = ((Rows, RowsHandler),)
 
 
-def train(
-    stage: FakeDriver, commit_every: int = 1, make: type[RowsState] = RowsState
-) -> Callable[[FakeSession], list[float]]:
-    def work(session: FakeSession) -> list[float]:
-        def loop(state: Any) -> list[float]:
-            while state.step < STEPS:
-                stage.reach_step(state.step)
-                gradient = np.ones(1)
-                session.allreduce(gradient)
-                for part in state.rows.parts:
-                    part += gradient / session.world.size
-                state.step += 1
-                if state.step % commit_every == 0:
-                    state.commit()
-            return [
-                value - row
-                for rows, part in zip(ROWS, state.rows.parts, strict=True)
-                for row, value in zip(
-                    range(*get_shard_range(rows, session.world.size, session.group.rank)), part, strict=True
-                )
-            ]
+def make_state(session: FakeSession, cls: type[RowsState] = RowsState) -> RowsState:
+    return cls(lambda state: {"rows": Rows(session)}, step=0)
 
-        state = make(lambda state: {"rows": Rows(session)}, step=0)
-        return elastic(loop, lambda: session)(state)
 
-    return work
+def train(stage: FakeDriver, commit_every: int = 1, make: Any = make_state) -> list[list[float]]:
+    """By how much each worker's rows have grown."""
+
+    def loop(state: Any) -> list[float]:
+        session = state._session
+        while state.step < STEPS:
+            stage.reach_step(state.step)
+            gradient = np.ones(1)
+            session.allreduce(gradient)
+            for part in state.rows.parts:
+                part += gradient / session.world.size
+            state.step += 1
+            if state.step % commit_every == 0:
+                state.commit()
+        session.finish_together()
+        pairs = zip(state.rows.parts, Rows(session).parts, strict=True)
+        return [number for part, begun in pairs for number in part - begun]
+
+    return stage.train(loop, make)
 
 
 losses = st.builds(
@@ -91,7 +87,7 @@ def test_one_death_at_any_exchange_costs_nothing_but_the_steps_since_the_commit(
     size: int, loss: Event, joins: list[Event], commit_every: int
 ) -> None:
     stage = FakeDriver(size, tuple(sorted([loss, *joins], key=lambda event: event.step)))
-    results = stage.play(train(stage, commit_every))
+    results = train(stage, commit_every)
     assert results
     assert all(set(result) <= {float(STEPS)} for result in results)
 
@@ -106,7 +102,7 @@ def test_after_any_deaths_the_state_is_complete_or_the_error_names_the_missing_s
 ) -> None:
     stage = FakeDriver(size, tuple(sorted(events, key=lambda event: event.step)))
     try:
-        results = stage.play(train(stage))
+        results = train(stage)
     except InvalidInput as error:
         if "is lost with the workers that held parts of it: shard" not in str(error):
             raise
@@ -118,19 +114,15 @@ class CheckpointReader:
     """Reads the one checkpoint, of step 2, that a run of one worker has gathered."""
 
     def __init__(self) -> None:
-        stage = FakeDriver(1)
-        stage.play(self._take_steps)
+        FakeDriver(1).train(self._take_steps, make_state)
 
-    def _take_steps(self, session: FakeSession) -> None:
-        def loop(state: Any) -> None:
-            for _ in range(2):
-                for part in state.rows.parts:
-                    part += 1
-                state.step += 1
-                state.commit()
-            self.whole = state._commits.gather(session.group, 0)
-
-        elastic(loop, lambda: session)(RowsState(lambda state: {"rows": Rows(session)}, step=0))
+    def _take_steps(self, state: Any) -> None:
+        for _ in range(2):
+            for part in state.rows.parts:
+                part += 1
+            state.step += 1
+            state.commit()
+        self.whole = state._commits.gather(state._session.group, 0)
 
     def read_published(self) -> tuple[()]:
         return ()
@@ -155,7 +147,7 @@ def test_the_reader_of_a_checkpoint_that_replaces_a_lost_commit_may_be_lost_too(
                 session.die()
             super().restore_checkpoint(reader, candidates)
 
-    results = stage.play(train(stage, make=ReadersDie))
+    results = train(stage, make=lambda session: make_state(session, ReadersDie))
     assert [set(result) for result in results] == [{float(STEPS)}] * 2
     assert len(readers) == 2
 
@@ -199,14 +191,9 @@ def test_outside_of_a_job_build_is_called_once() -> None:
 
 
 def test_a_commit_that_breaks_is_an_error_of_the_world() -> None:
-    stage = FakeDriver(1)
+    def loop(state: Any) -> None:
+        state._session.group.abort("for the test")
+        with pytest.raises(CollectiveError):
+            state.commit()
 
-    def work(session: FakeSession) -> None:
-        def loop(state: Any) -> None:
-            session.group.abort("for the test")
-            with pytest.raises(CollectiveError):
-                state.commit()
-
-        elastic(loop, lambda: session)(RowsState(lambda state: {"rows": Rows(session)}))
-
-    stage.play(work)
+    FakeDriver(1).train(loop, make_state)

@@ -1,9 +1,9 @@
-"""Messages and heartbeats through a store: their order, foreign keys, a store that fails, silence."""
+"""Messages through a store: their order, foreign keys, a store that fails, silence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,13 +11,12 @@ import pytest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.runs.store_channel import (
-    LOOK_EVERY,
+    POLL_EVERY,
     SEND_EVERY,
-    STALE_AFTER,
+    SILENT_AFTER,
     ChannelEnd,
     StoreChannel,
-    StoreHeartbeat,
-    wait_until_stale,
+    wait_until_silent,
 )
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
@@ -58,7 +57,7 @@ def test_messages_sent_between_two_polls_are_one_object_and_arrive_in_order() ->
     pair.a.poll()
     pair.b.poll()
     assert pair.heard["b"] == [Note(number) for number in range(4)]
-    assert pair.store.list("channels/1") == []
+    assert pair.store.list("channels/1") == ["channels/1/b-00000001"], "the newest, a sign of life"
 
 
 def test_messages_without_the_key_are_never_delivered() -> None:
@@ -99,7 +98,6 @@ def test_a_half_written_object_is_read_again(
         pair.store.write_bytes(name, whole)
         pair.b.poll()
     assert pair.heard["b"] == [Note(42)]
-    assert not pair.store.exists(name)
 
 
 def test_an_object_verifies_only_under_its_own_name() -> None:
@@ -118,7 +116,9 @@ def test_a_failing_store_neither_loses_nor_repeats_a_message(
     monkeypatch: pytest.MonkeyPatch, call: str, failing: str
 ) -> None:
     pair = Pair()
-    pair.a.send(Note(0))
+    pair.send(0)
+    pair.b.poll()
+    pair.a.send(Note(1))
     if failing == "b":
         pair.a.poll()
     with monkeypatch.context() as patched:
@@ -126,9 +126,9 @@ def test_a_failing_store_neither_loses_nor_repeats_a_message(
         with pytest.raises(StoreError):
             getattr(pair, failing).poll()
     pair.b.poll()
-    pair.send(1)
+    pair.send(2)
     pair.b.poll()
-    assert pair.heard["b"] == [Note(0), Note(1)]
+    assert pair.heard["b"] == [Note(0), Note(1), Note(2)]
 
 
 def test_a_write_that_succeeded_although_it_raised_loses_no_later_message(
@@ -190,9 +190,6 @@ def test_close_sends_waiting_messages_until_the_store_succeeds_or_the_time_is_ov
     assert pair.heard["b"] == ([Note(1)] if arrives else [])
 
 
-NAME = "channels/1/heartbeat"
-
-
 class ClockWithAction(FakeClock):
     """Does something at each sleep."""
 
@@ -205,42 +202,35 @@ class ClockWithAction(FakeClock):
         self._act(self.now())
 
 
-def test_a_heartbeat_exists_while_its_block_runs() -> None:
-    store = make_memory_store()
-    written: list[str] = []
-    write = Store.write_bytes
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Store, "write_bytes", lambda *given: (written.append("x"), write(*given)))
-        with StoreHeartbeat(store, NAME):
-            pass
-    assert written == ["x"], "at once"
-    assert not store.exists(NAME)
-
-
-@pytest.mark.parametrize(("until", "tolerance"), [(100, STALE_AFTER), (0, LOOK_EVERY)])
-def test_the_wait_lasts_until_the_heartbeat_is_stale(until: float, tolerance: float) -> None:
-    """One that is absent is."""
+@pytest.mark.parametrize(("until", "tolerance"), [(100, SILENT_AFTER), (0, POLL_EVERY)])
+def test_a_copy_of_a_side_waits_until_the_first_is_silent(until: float, tolerance: float) -> None:
+    """One that has sent nothing is. The reader keeps the newest object, by which the copy sees that the first lives."""
     store = make_memory_store()
 
-    def write_heartbeat(now: float) -> None:
+    def exchange(now: float) -> None:
         if now < until:
-            store.write_bytes(NAME, str(int(now / (STALE_AFTER - 1))).encode())
+            first.poll()
+        client.poll()
 
-    clock = ClockWithAction(write_heartbeat)
-    wait_until_stale(store, NAME, clock)
-    assert clock.now() == pytest.approx(until + STALE_AFTER, abs=tolerance)
+    clock = ClockWithAction(exchange)
+    end = ChannelEnd(store, "channels/1", b"key", "task", "client")
+    first = StoreChannel(end, [Note], fail, clock)
+    client = StoreChannel(replace(end, own="client", other="task"), [Note], lambda note: None, clock)
+    wait_until_silent(end, clock)
+    assert clock.now() == pytest.approx(until + SILENT_AFTER, abs=tolerance)
+    assert len([name for name in store.list("channels/1") if "/client-" in name]) <= 1
 
 
-def test_a_failing_store_does_not_make_a_heartbeat_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_store_does_not_make_a_side_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_memory_store()
-    exists = type(store).exists
+    listed = type(store).list
 
-    def look(self: object, name: str) -> bool:
+    def look(self: object, name: str) -> list[str]:
         if clock.now() < 60:
             raise StoreError("gone for a minute")
-        return exists(store, name)
+        return listed(store, name)
 
-    monkeypatch.setattr(type(store), "exists", look)
+    monkeypatch.setattr(type(store), "list", look)
     clock = FakeClock()
-    wait_until_stale(store, NAME, clock)
+    wait_until_silent(ChannelEnd(store, "channels/1", b"key", "task", "client"), clock)
     assert clock.now() >= 60

@@ -75,9 +75,7 @@ def test_newcomers_and_survivors_hold_equal_values_after_a_sync(make: Callable[[
 
 
 @pytest.mark.parametrize("make", [keras_state, make_plain_state])
-def test_a_state_is_synced_outside_of_the_run_loop(
-    make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_is_synced_outside_of_it(make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> tuple[list[Any], int]:
@@ -101,10 +99,6 @@ def test_a_state_without_model_or_optimizer_is_refused() -> None:
         hvd.elastic.TensorFlowKerasState(model, keras.optimizers.SGD())
     with pytest.raises(InvalidInput, match="takes a list of variables"):
         hvd.elastic.TensorFlowState()
-
-
-def test_another_model_is_refused() -> None:
-    one = hvd.elastic.TensorFlowState([tf.Variable([1.0])])
-    other = hvd.elastic.TensorFlowState([tf.Variable([1.0, 2.0])])
+    one, other = (hvd.elastic.TensorFlowState([tf.Variable([1.0] * size)]) for size in (1, 2))
     with pytest.raises(InvalidInput, match="number 0 is of another shape"):
         other.continue_from(one)

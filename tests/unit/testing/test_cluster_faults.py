@@ -36,7 +36,7 @@ def test_each_fault_is_injected_once_on_its_rank(
 ) -> None:
     signals: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
-    monkeypatch.setattr("spark_elastic.testing.cluster_faults._continue_after", lambda pid, seconds: None)
+    monkeypatch.setattr("spark_elastic.testing.cluster_faults.subprocess.Popen", lambda *given, **named: None)
     fault = InjectedFault(kind, step=3, epoch=1, rank=5)  # type: ignore[arg-type]
     first, second = (ClusterFaults([fault], folder) for folder in (tmp_path / "f", str(tmp_path / "f")))
     first.inject(2, 2, 3, epoch=1)

@@ -11,8 +11,7 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Member, World
 from tests.simulator import server
-from tests.simulator.fault_plan import Fault, FaultKind, Moment
-from tests.simulator.scenes import scene
+from tests.simulator.fault_plan import Fault, FaultKind, Moment, scene
 from tests.simulator.simulation import simulate
 from tests.specification import STATES, RuleBroken, Specification
 

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from elastic_collectives import Group
-from spark_elastic.worker.context import GroupContext, ProcessContext
-
 X = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
 NET = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
 
 
@@ -39,22 +33,6 @@ def train_plain(batches: list[torch.Tensor], make: Callable[[Any], torch.optim.O
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01, weight_decay=0.1)
-
-
-class CurrentWorker(threading.local):
-    """The current worker of each thread, as each process has one of its own."""
-
-    group: Group | None = None
-    group_context: GroupContext
-    process: ProcessContext
-    is_worker = False
-
-    def __init__(self) -> None:
-        self.process = ProcessContext()
-
-
-def enter(here: CurrentWorker, group: Group | None) -> None:
-    here.group, here.group_context, here.is_worker = group, GroupContext(), True
 
 
 class LoaderWorld:

@@ -1,10 +1,11 @@
-"""`ElasticDataLoader`: exact over any worlds, steps that do not depend on them, and torch's worker processes."""
+"""`ElasticDataLoader`: exact over any worlds, in virtual shares, and by torch's worker processes."""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from elastic_collectives import Group
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten import data_loader
-from spark_elastic.handwritten.torch_state import ElasticDataLoader
+from spark_elastic.handwritten.torch_state import ElasticDataLoader, TorchState
 from spark_elastic.worker.session import ENTERED, STATE
 from tests.planned_rows import list_row_ids
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
+from tests.unit.torch.loops import Exchange
 from tests.unit.torch.loops import LoaderWorld as World
 
 
@@ -31,6 +33,7 @@ def asked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data_loader, "rank", lambda: World.rank)
         patch.setattr(data_loader, "size", lambda: World.size)
+        patch.setattr(data_loader, "use_deterministic_arithmetic", lambda: None)
         yield
 
 
@@ -122,13 +125,10 @@ def test_global_rows_are_those_of_the_step_over_all_ranks() -> None:
     assert rows == [([0], 3, 2 / 3), ([2], 2, 1.0)]
 
 
-def test_a_loader_that_would_give_all_rows_to_each_of_several_processes_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loader_that_would_give_each_process_all_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")  # as torchrun sets it
-    with pytest.raises(
-        InvalidInput, match=r"none of the 3 processes that torchrun, .*: call .*init_process_group"
-    ):
+    says = r"none of the 3 processes that torchrun, .*: call .*init_process_group"
+    with pytest.raises(InvalidInput, match=says):
         next(iter(ElasticDataLoader(range(12), 4)))
 
 
@@ -229,10 +229,8 @@ def test_getitems_fetches_the_rows_of_a_batch_at_once() -> None:
         def __getitems__(self, rows: list[int]) -> list[dict[str, int]]:
             return [{"x": row} for row in rows]
 
-    assert [batch["x"].tolist() for batch in ElasticDataLoader(Table(), 3, shuffle=False)] == [
-        [0, 1, 2],
-        [3, 4, 5],
-    ]
+    loader = ElasticDataLoader(Table(), 3, shuffle=False)
+    assert [batch["x"].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
 
 
 class NoisyRows:
@@ -275,9 +273,8 @@ def with_process(rows: list[torch.Tensor]) -> tuple[list[int], int]:
 def test_worker_processes_end_with_their_world_unless_persistent(persistent: bool) -> None:
     me = psutil.Process()
     others = {child.pid for child in me.children()}  # of earlier tests: a cluster's server, a pool
-    loader = ElasticDataLoader(
-        torch.arange(48), 4, num_workers=1, collate_fn=with_process, persistent_workers=persistent
-    )
+    options: Any = {"num_workers": 1, "persistent_workers": persistent}
+    loader = ElasticDataLoader(torch.arange(48), 4, collate_fn=with_process, **options)
     expected = take(ElasticDataLoader(range(48), 4), 12)
     random_state = torch.get_rng_state()
     batches = iter(loader)
@@ -330,3 +327,117 @@ def test_wrong_arguments_are_refused() -> None:
     World.size = 3
     with pytest.raises(InvalidInput, match="a step of 2 rows cannot be divided over 3 workers"):
         iter(ElasticDataLoader(range(4), 2))
+
+
+SHARES, COUNT, BATCH = 5, 23, 8
+
+
+class NumberedRows:
+    """Rows with a number that is drawn when they are read."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, row: int) -> tuple[int, float]:
+        return row, random.random()
+
+
+def make(told: Exchange | None = None, dataset: Any = None, **options: Any) -> ElasticDataLoader:
+    options = {"virtual_shares": SHARES, **options}
+    loader = ElasticDataLoader(dataset or NumberedRows(), BATCH, seed=3, determinism="bitwise", **options)
+    if told is not None:
+        loader.attach_sync(told)
+    return loader
+
+
+def list_shares(size: int) -> list[list[list[Any]]]:
+    """By step and share: rows, the numbers drawn with them, weight, and what a model draws."""
+    steps: list[list[list[Any]]] = []
+    World.size = size
+    for World.rank in range(size):
+        told = Exchange()
+        loader = make(told)
+        for number, shares in enumerate(loader):
+            if World.rank == 0:
+                steps.append([])
+            for rows, noise in shares:
+                drawn = float(torch.rand(()))
+                steps[number].append([rows.tolist(), noise.tolist(), loader.loss_weight, drawn])
+        assert told.shares == ["begin", "end"] * sum(map(len, steps)) or size > 1
+    return steps
+
+
+def test_shares_do_not_depend_on_the_world() -> None:
+    before = torch.get_rng_state(), random.getstate()
+    alone = list_shares(1)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert random.getstate() == before[1]
+    assert sorted(row for step in alone for share in step for row in share[0]) == list(range(COUNT))
+    assert all(sum(share[2] for share in step) == pytest.approx(1.0) for step in alone)
+    assert len({share[3] for step in alone for share in step}) == 3 * SHARES, "shares draw the same"
+    for size in range(2, SHARES + 1):
+        assert list_shares(size) == alone
+
+
+def test_a_position_continues_at_its_step() -> None:
+    told = Exchange()
+    loader, other = make(told), make(told)
+    for _ in next(iter(loader)):
+        pass
+    other.load_state_dict(loader.state_dict())
+    left = [[rows.tolist() for rows, _ in shares] for shares in other]
+    assert left == [[share[0] for share in step] for step in list_shares(1)[1:]]
+    assert (other.epoch, other.step) == (1, 0)
+    with pytest.raises(InvalidInput, match="belongs to virtual_shares=4"):
+        loader.load_state_dict({**loader.state_dict(), "virtual_shares": 4})
+
+
+def go_on_in_mid_step(loader: ElasticDataLoader) -> None:
+    for shares in loader:
+        next(iter(shares))
+
+
+def take_twice(loader: ElasticDataLoader) -> None:
+    for shares in loader:
+        list(shares)
+        list(shares)
+
+
+def ask_outside(loader: ElasticDataLoader) -> None:
+    for _ in loader:
+        _ = loader.loss_weight
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (go_on_in_mid_step, "went on before the last virtual share of a step"),
+        (take_twice, "were taken already"),
+        (ask_outside, "over a step's shares"),
+    ],
+)
+def test_what_a_loop_must_not_do(loop: Callable[[ElasticDataLoader], None], sentence: str) -> None:
+    told = Exchange()
+    with pytest.raises(InvalidInput, match=sentence):
+        loop(make(told))
+
+
+def test_what_cannot_be_cut_or_trained_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match="no optimizer knows of the virtual shares"):
+        list(next(iter(make())))
+    with pytest.raises(InvalidInput, match="7 rows cannot be cut into virtual_shares=8"):
+        make(virtual_shares=8)
+    with pytest.raises(InvalidInput, match="determinism must be one of 'rows', 'bitwise'"):
+        ElasticDataLoader(range(9), 3, determinism="exact")
+    World.size = SHARES + 1
+    with pytest.raises(InvalidInput, match="5 virtual shares cannot be divided over 6 workers"):
+        iter(make())
+
+
+def test_layers_with_statistics_of_a_worker_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = make(Exchange())
+    state = TorchState(torch.nn.Sequential(torch.nn.BatchNorm1d(3)), loader=loader)
+    session = SimpleNamespace(process_values={ENTERED: True, STATE: state})
+    monkeypatch.setattr(data_loader, "get_session", lambda: session)
+    with pytest.raises(InvalidInput, match=r"layer '0', BatchNorm1d, which keeps statistics .* GroupNorm"):
+        iter(loader)

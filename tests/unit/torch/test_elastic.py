@@ -34,9 +34,8 @@ def process_as_before() -> Iterator[None]:
 
 
 def net() -> torch.nn.Sequential:
-    return torch.nn.Sequential(
-        torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.ReLU(), torch.nn.Linear(6, 1)
-    )
+    layers = torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.ReLU(), torch.nn.Linear(6, 1)
+    return torch.nn.Sequential(*layers)
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, width: int = 4) -> None:
@@ -119,9 +118,8 @@ def test_r20_commits_right_before_each_step_are_never_torn() -> None:
         optimizer.step()
         state.restore()
         assert state.batch == number
-        assert {float(value) for parameter in model for value in parameter.detach()[::4096]} == {
-            float(number)
-        }
+        found = {float(value) for parameter in model for value in parameter.detach()[::4096]}
+        assert found == {float(number)}
 
 
 def test_r20_a_change_outside_of_the_optimizer_spoils_that_commit_only() -> None:
@@ -329,9 +327,7 @@ def test_p4_an_optimizer_of_a_model_that_the_state_does_not_have_is_refused(mode
         (torch.nn.Linear(3, 5, bias=False), r"different parameters \('bias' is in one alone\)"),
     ],
 )
-def test_a_model_whose_parameters_differ_is_refused_before_anything_is_loaded(
-    other: torch.nn.Linear, says: str
-) -> None:
+def test_a_model_whose_parameters_differ_is_refused_before_loading(other: torch.nn.Linear, says: str) -> None:
     state: Any = hvd.elastic.TorchState(torch.nn.Linear(3, 5).bfloat16())
     kept = state._snapshots.wait_for_newest()
     if other.weight.dtype == torch.float32:
@@ -445,6 +441,8 @@ def test_a_state_is_synced_outside_of_the_run_loop(monkeypatch: pytest.MonkeyPat
         state: Any = hvd.elastic.TorchState(model, epoch=5 - group.rank, sampler=sampler)
         sampler.record_batch(0, 2)
         state.sync()
+        state.epoch = 7
+        state.restore()
         return state.epoch, model.weight.flatten().tolist(), list(sampler)
 
     assert run_in_fake_world(2, work) == [(5, [0.0], [4, 6]), (5, [0.0], [5, 7])]
@@ -472,17 +470,6 @@ def test_recorded_rows_of_all_ranks_are_merged(begins: bool, monkeypatch: pytest
     assert run_in_fake_world(2, work) == [([0, 5, 7], [1, 2, 3]), ([4, 6, 0], [1, 2, 3])]
 
 
-def test_a_sync_outside_of_a_job_saves_and_divides_remaining_rows() -> None:
-    sampler = hvd.elastic.ElasticSampler(range(4), shuffle=False)
-    state: Any = hvd.elastic.TorchState(sampler=sampler, epoch=1)
-    sampler.record_batch(0, 3)
-    state.epoch = 2
-    state.sync()
-    assert list(sampler) == [3]
-    state.restore()
-    assert state.epoch == 2
-
-
 def test_invalid_arguments_of_a_state_are_refused() -> None:
     with pytest.raises(InvalidInput, match="comm"):
         hvd.init(comm=[0, 1])
@@ -492,13 +479,6 @@ def test_invalid_arguments_of_a_state_are_refused() -> None:
         hvd.allgather(torch.ones(1), process_set=object())
     with pytest.raises(InvalidInput, match="average"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
-
-
-def test_errors_have_horovods_names() -> None:
-    with pytest.raises(RuntimeError, match=r"^injected$"):
-        raise hvd.HorovodInternalError("injected")
-    assert hvd.HostsUpdatedInterrupt(True).skip_sync
-    assert issubclass(hvd.HostsUpdatedInterrupt, RuntimeError)
 
 
 class LoneSession(WorkerSession):
@@ -532,15 +512,11 @@ def test_a_plain_optimizers_step_is_under_way_from_its_first_gradient_to_its_ste
     def backward() -> None:
         model(torch.randn(8, 4)).square().mean().backward()
 
-    def list_answers() -> Iterator[bool]:
-        for act in (lambda: None, backward, backward, optimizer.step, lambda: optimizer.zero_grad(False)):
-            act()
-            yield state.in_mid_step()
-        for act in (backward, optimizer.step, optimizer.zero_grad, backward):
-            act()
-            yield state.in_mid_step()
-
-    assert list(list_answers()) == [False, True, True, False, False, True, False, False, True]
+    keep: Any = lambda: optimizer.zero_grad(False)  # noqa: E731
+    acts = [backward, backward, optimizer.step, keep, backward, optimizer.step, optimizer.zero_grad, backward]
+    assert not state.in_mid_step()
+    found = [(act(), state.in_mid_step())[1] for act in acts]
+    assert found == [True, True, False, False, True, False, False, True]
 
 
 @pytest.mark.skipif(not hasattr(torch.amp, "GradScaler"), reason="torch before 2.3 scales on CUDA alone")
@@ -581,23 +557,12 @@ def test_gradients_that_one_optimizers_loss_leaves_to_another_do_not_count() -> 
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "uses", "warnings"),
-    [
-        (0, 2, "", 1),
-        (1, 2, "", 0),
-        (0, 1, "", 0),
-        (0, 2, "a distributed optimizer", 0),
-        (0, 2, "operations", 0),
-        (0, 2, "torch.distributed", 0),
-    ],
+    ("rank", "size", "uses"),
+    [(0, 2, ""), (1, 2, ""), (0, 1, "")]
+    + [(0, 2, name) for name in ("a distributed optimizer", "operations", "torch.distributed")],
 )
 def test_p4_ranks_that_train_separate_replicas_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    rank: int,
-    size: int,
-    uses: str,
-    warnings: int,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, size: int, uses: str
 ) -> None:
     torch_state._warn_once.cache_clear()
     worker = SimpleNamespace(group=SimpleNamespace(rank=rank, size=size), group_context=GroupContext())
@@ -626,9 +591,8 @@ def test_p4_ranks_that_train_separate_replicas_are_warned_of(
     assert not caplog.records, "warned after one step"
     for _ in range(3):
         take_step()
-    assert [record.getMessage()[:35] for record in caplog.records] == [
-        "the ranks exchange no gradients, so"
-    ] * warnings
+    told = ["the ranks exchange no gradients, so"] * ((rank, size, uses) == (0, 2, ""))
+    assert [record.getMessage()[:35] for record in caplog.records] == told
 
 
 @pytest.mark.parametrize("loss", [False, True], ids=["a newcomer", "a loss"])
@@ -642,9 +606,8 @@ def test_p1_a_commit_between_two_backward_passes_of_a_step_loses_no_rows(
     session = LoneSession()
     model = torch.nn.ParameterList([torch.zeros(8)])
     (weight,) = model
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([weight], lr=1.0), op=hvd.Sum, backward_passes_per_step=2
-    )
+    sgd = torch.optim.SGD([weight], lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, op=hvd.Sum, backward_passes_per_step=2)
     sampler = hvd.elastic.ElasticSampler(list(range(8)), shuffle=False)
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0)
     losses = [3] if loss else []

@@ -15,9 +15,8 @@ from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
 
 def test_frozen_parameters_are_copied_once_and_what_changes_through_data_each_time() -> None:
-    model = torch.nn.ParameterDict(
-        {n: torch.nn.Parameter(torch.ones(1 << 12)) for n in ("head", "body", "slow")}
-    )
+    names = "head", "body", "slow"
+    model = torch.nn.ParameterDict({n: torch.nn.Parameter(torch.ones(1 << 12)) for n in names})
     model["body"].requires_grad_(False)
     model["slow"].requires_grad_(False)
     state = hvd.elastic.TorchState(model, torch.optim.SGD([model["head"]], lr=0.1))

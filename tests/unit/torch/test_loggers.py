@@ -113,9 +113,7 @@ def test_a_tracking_server_that_does_not_answer_holds_up_no_step(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
-def test_a_tracking_server_slower_than_the_steps_gets_every_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_tracking_server_gets_every_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _file_store(monkeypatch)
     monkeypatch.setattr(loggers, "REQUEST", 64)  # of four numbers a step
     import mlflow

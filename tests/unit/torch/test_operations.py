@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import spark_elastic.torch as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovod.torch import optimizer as optimizer_module
+from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 from tests.unit.torch.worlds import World
 
 
@@ -92,18 +95,14 @@ def test_gathered_rows_carry_the_gradient_of_the_loss_of_all_rows(world: World, 
         return loss.item(), hvd.allreduce(weight.grad)
 
     (alone,) = world(1, lambda group: compute_gradient(x, 0))
-    found = world(
-        3, lambda group: compute_gradient(x[bounds[group.rank] : bounds[group.rank + 1]], bounds[group.rank])
-    )
+    parts = [(x[first:past], first) for first, past in pairwise(bounds)]
+    found = world(3, lambda group: compute_gradient(*parts[group.rank]))
     assert sum(loss for loss, _ in found) / 3 == pytest.approx(alone[0], rel=1e-12)
     assert all(torch.allclose(gradient, alone[1], rtol=0, atol=1e-12) for _, gradient in found)
 
 
-LISTS: list[Callable[[torch.nn.Module], Any]] = [
-    torch.nn.Module.state_dict,
-    lambda model: list(model.named_parameters()),
-    lambda model: list(model.parameters()),
-]
+NAMED, PLAIN = torch.nn.Module.named_parameters, torch.nn.Module.parameters
+LISTS = [torch.nn.Module.state_dict, lambda model: [*NAMED(model)], lambda model: [*PLAIN(model)]]
 
 
 @pytest.mark.parametrize("listed", LISTS)
@@ -154,13 +153,10 @@ def test_unscaled_learning_rates_are_logged_once(world: World, caplog: pytest.Lo
     ]
 
 
-def test_an_optimizer_that_would_train_alone_beside_others_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_optimizers_that_would_train_alone_beside_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
-    with pytest.raises(
-        InvalidInput, match=r"none of the 2 processes that torchrun, .*: use torch's DistributedDataParallel"
-    ):
+    says = r"none of the 2 processes that torchrun, .*: use torch's DistributedDataParallel"
+    with pytest.raises(InvalidInput, match=says):
         hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0))
     with pytest.raises(InvalidInput, match="such as allreduce knows none of the 2 processes"):
         hvd.allreduce(torch.ones(3))
@@ -170,9 +166,8 @@ def test_buckets_of_gradients_have_rows_in_the_timeline(world: World, tmp_path: 
     def work(group: Group) -> None:
         hvd.start_timeline(str(tmp_path / "trace.json"))
         weight = torch.nn.Parameter(torch.zeros(3))
-        with contextlib.closing(
-            hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
-        ) as optimizer:
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        with contextlib.closing(hvd.DistributedOptimizer(sgd, [("w", weight)])) as optimizer:
             weight.sum().backward()
             optimizer.step()
         hvd.stop_timeline()
@@ -236,3 +231,113 @@ def test_tensors_of_a_gpu_go_through_pinned_memory(world: World) -> None:
         norm(mine).sum().backward()
 
     world(2, work)
+
+
+def test_ranks_out_of_data_join(world: World) -> None:
+    def work(group: Group) -> tuple[list[float], int]:
+        sums = [hvd.allreduce(torch.ones(1), op=hvd.Sum).item() for _ in range(2 - group.rank)]
+        return sums, hvd.join()
+
+    assert world(3, work) == [([2.0, 1.0], 0), ([2.0], 0), ([], 0)]
+
+
+def test_ranks_out_of_data_take_part_in_the_steps_of_others(world: World) -> None:
+    def work(group: Group) -> tuple[float, int]:
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+        for step in range(3 - group.rank):
+            optimizer.zero_grad()
+            (weight * 3.0).sum().backward()
+            optimizer.step()
+            if step % 2:
+                hvd.allreduce(torch.ones(1), name="metric")
+        last = hvd.join()
+        hvd.broadcast_parameters({"w": weight}, last)
+        second = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+        with pytest.raises(InvalidInput, match="2 optimizers"):
+            hvd.join()
+        for one in (optimizer, second):
+            one.close()
+        return weight.item(), last
+
+    assert world(3, work) == [(-6.0, 0)] * 3  # three ranks' average of 3, then of two and of one over three
+
+
+def test_join_with_pending_gradients_is_refused(world: World) -> None:
+    def work(group: Group) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        sgd, how = torch.optim.SGD([weight], lr=1.0), {"op": hvd.Sum, "backward_passes_per_step": 2}
+        with contextlib.closing(hvd.DistributedOptimizer(sgd, **how)) as optimizer:
+            for batch in range(4 - group.rank):
+                weight.sum().backward()
+                if batch % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if group.rank == 1:
+                with pytest.raises(InvalidInput, match=r"call step\(\) first"):
+                    hvd.join()
+                optimizer.step()
+                optimizer.zero_grad()
+            hvd.join()
+        return weight.tolist()
+
+    assert world(2, work) == [[-7.0, -7.0]] * 2
+
+
+def test_ranks_join_beside_adasum(world: World) -> None:
+    def work(group: Group) -> tuple[list[float], int]:
+        weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        sgd = torch.optim.SGD([weight], lr=1.0)
+        with contextlib.closing(hvd.DistributedOptimizer(sgd, [("w", weight)], op=hvd.Adasum)) as optimizer:
+            for _ in range(3 - group.rank):
+                optimizer.zero_grad()
+                (weight * torch.tensor([3.0, 4.0])).sum().backward()
+                optimizer.step()
+            return weight.tolist(), hvd.join()
+
+    # Equal steps combine to one of them, and with nothing to that one.
+    assert world(2, work) == [([-9.0, -12.0], 0), ([-6.0, -8.0], 0)]
+
+
+def test_the_rank_with_most_steps_counts_as_the_last_of_a_process_set_to_join(world: World) -> None:
+    def work(group: Group) -> tuple[float, int]:
+        part = hvd.add_process_set([0, 1])
+        weight = torch.nn.Parameter(torch.zeros(1))
+        with contextlib.closing(
+            hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)], process_set=part)
+        ) as optimizer:
+            for _ in range((2, 1, 5)[group.rank]):
+                optimizer.zero_grad()
+                weight.sum().backward()
+                optimizer.step()
+            last = hvd.join()
+        hvd.remove_process_set(part)
+        return weight.item(), last
+
+    assert world(3, work) == [(-1.5, 0), (-1.0, 0), (-5.0, 0)]
+
+
+def train_compiled(compiled: Callable[[Any], Any], group: Group) -> list[float]:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), hvd.SyncBatchNorm(2), torch.nn.Linear(2, 1))
+    for parameter in net.parameters():
+        torch.nn.init.constant_(parameter, 0.5)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    model, step = compiled(net), compiled(optimizer.step)
+    features = torch.arange(6.0).view(3, 2).square() * (group.rank + 1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(features).square().sum()
+        loss.backward()
+        step()
+    optimizer.close()
+    average = compiled(lambda value: hvd.allreduce(2 * value) + 1)(loss.detach())
+    return [average.item(), *torch.nn.utils.parameters_to_vector(net.parameters()).tolist()]
+
+
+@pytest.mark.faults  # for its time
+@pytest.mark.filterwarnings("ignore")  # those of torch's compiler
+def test_torch_compile_works_with_models_steps_and_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_context_per_thread(monkeypatch)
+    expected = run_in_fake_world(2, partial(train_compiled, lambda function: function))
+    compiled = run_in_fake_world(2, partial(train_compiled, partial(torch.compile, backend="eager")))
+    assert compiled[0] == compiled[1] == pytest.approx(expected[0])

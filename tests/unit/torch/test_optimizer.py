@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: alone as the plain optimizer, in a world as one process over all the batches."""
+"""`DistributedOptimizer`: as one process over all the batches; what travels and how: groups, 16 bits, Adasum."""
 
 from __future__ import annotations
 
@@ -7,17 +7,27 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from spark_elastic.gradients.reduction import Compressor
 from spark_elastic.handwritten.torch_state import has_unapplied
 from spark_elastic.torch import Adasum, Average, Compression, DistributedOptimizer, Sum
-from tests.unit.torch.loops import CurrentWorker, X, adam, enter, net, train_plain, weights
-from tests.unit.torch.worlds import run_in_world
+from spark_elastic.worker.context import WorkerContext, set_context
+from tests.reductions import reduce_parts
+from tests.unit.torch.loops import X, adam, net, train_plain, weights
+from tests.unit.torch.worlds import World
 
 
 @pytest.fixture
@@ -30,20 +40,13 @@ def alone() -> Iterator[tuple[torch.nn.Sequential, Any]]:
 
 @pytest.mark.parametrize("predivide", [1.0, 4.0])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_average_of_three_ranks_equals_one_process(
-    here: CurrentWorker, passes: int, predivide: float
-) -> None:
+def test_average_of_three_ranks_equals_one_process(engine: World, passes: int, predivide: float) -> None:
     parts = X.reshape(3, passes, -1, 5)
 
     def work(group: Group) -> torch.Tensor:
-        enter(here, group)
         model = net()
-        opt: Any = DistributedOptimizer(
-            adam(model.parameters()),
-            model.named_parameters(),
-            backward_passes_per_step=passes,
-            gradient_predivide_factor=predivide,
-        )
+        how: Any = {"backward_passes_per_step": passes, "gradient_predivide_factor": predivide}
+        opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters(), **how)
         for _ in range(3):
             opt.zero_grad()
             for part in parts[group.rank]:
@@ -52,14 +55,13 @@ def test_average_of_three_ranks_equals_one_process(
         opt.close()
         return weights(model)
 
-    replicas = run_in_world(3, work)
+    replicas = engine(3, work)
     assert all(torch.equal(replica, replicas[0]) for replica in replicas)
     assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=1e-12)
 
 
-def test_sum_is_not_divided_and_clipping_comes_between(here: CurrentWorker) -> None:
+def test_sum_is_not_divided_and_clipping_comes_between(engine: World) -> None:
     def work(group: Group) -> tuple[float, torch.Tensor]:
-        enter(here, group)
         model = net()
         opt: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=Sum)
         opt.zero_grad()
@@ -75,7 +77,7 @@ def test_sum_is_not_divided_and_clipping_comes_between(here: CurrentWorker) -> N
     model(X).pow(2).sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for seen, replica in run_in_world(2, work):
+    for seen, replica in engine(2, work):
         assert seen == pytest.approx(float(norm), rel=1e-12)
         assert torch.allclose(replica, weights(model), rtol=0, atol=1e-12)
 
@@ -101,13 +103,10 @@ def replace(opt: Any, scaler: Any) -> None:
 
 @pytest.mark.parametrize("by", [1, 2], ids=["one rank", "both"])
 @pytest.mark.parametrize("change", [clip, unscale, take_scaled_step, replace])
-def test_gradients_changed_between_backward_and_step_are_an_error(
-    here: CurrentWorker, change: Callable[[Any, Any], None], by: int
-) -> None:
+def test_gradients_changed_between_backward_and_step_are_refused(engine: World, change: Any, by: int) -> None:
     """Some of them have been summed already, without the change. The others do not wait for who did it."""
 
     def work(group: Group) -> str:
-        enter(here, group)
         model = net()
         opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters())
         opt.step()  # the ranks have met
@@ -122,19 +121,16 @@ def test_gradients_changed_between_backward_and_step_are_an_error(
             opt.close()
         return "went on"
 
-    found = run_in_world(2, work)
+    found = engine(2, work)
     assert all("call optimizer.synchronize() before they are clipped" in said for said in found[:by])
     assert all("a step was given up" in said for said in found[by:]), found
 
 
 @pytest.mark.parametrize("by_model", [False, True])
-def test_a_gradient_that_no_rank_has_is_none_and_one_that_a_rank_has_is_averaged(
-    here: CurrentWorker, by_model: bool
-) -> None:
+def test_a_gradient_that_no_rank_has_is_none_and_any_other_is_averaged(engine: World, by_model: bool) -> None:
     """Weight decay would move a parameter with a gradient of zero."""
 
     def work(group: Group) -> list[torch.Tensor | None]:
-        enter(here, group)
         layers = torch.nn.ModuleList(torch.nn.Linear(5, 1, bias=False, dtype=torch.float64) for _ in range(3))
         torch.nn.init.ones_(layers[2].weight)  # type: ignore[arg-type]
         opt: Any = DistributedOptimizer(adam(layers.parameters()), layers.named_parameters())
@@ -150,7 +146,7 @@ def test_a_gradient_that_no_rank_has_is_none_and_one_that_a_rank_has_is_averaged
         return found
 
     total = X.sum(0, keepdim=True)
-    for first, second, third in run_in_world(2, work):
+    for first, second, third in engine(2, work):
         assert third is None
         assert first is not None
         assert second is not None
@@ -158,11 +154,10 @@ def test_a_gradient_that_no_rank_has_is_none_and_one_that_a_rank_has_is_averaged
         assert torch.allclose(second, total / 2)
 
 
-def test_r03_a_broken_exchange_leaves_weights_and_optimizer_untouched(here: CurrentWorker) -> None:
+def test_r03_a_broken_exchange_leaves_weights_and_optimizer_untouched(engine: World) -> None:
     broken = threading.Barrier(2)
 
     def work(group: Group) -> None:
-        enter(here, group)
         model = net()
         opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters())
         opt.zero_grad()
@@ -179,45 +174,41 @@ def test_r03_a_broken_exchange_leaves_weights_and_optimizer_untouched(here: Curr
         assert torch.equal(weights(model), before)
         assert str(opt.state_dict()) == moments
         assert all(p.grad is None for p in model.parameters())
-        here.is_worker = False  # the next world is one of its own
+        set_context(None)  # the next world is one of its own
         opt.zero_grad()
         model(X).pow(2).mean().backward()
         opt.step()
         assert torch.equal(weights(model), train_plain([X, X], adam))
         opt.close()
 
-    run_in_world(2, work)
+    engine(2, work)
 
 
-def test_an_interrupted_step_leaves_nothing_in_the_next_world(here: CurrentWorker) -> None:
+def test_an_interrupted_step_leaves_nothing_in_the_next_world(engine: World) -> None:
     """Buckets of the first step are on their way when user code leaves it; then a new group is there."""
     models = [net(), net()]
     opts: list[Any] = [DistributedOptimizer(adam(m.parameters()), m.named_parameters()) for m in models]
 
     def give_up(group: Group) -> None:
-        enter(here, group)
         if group.rank == 0:  # rank 1 never comes to this step
             opts[0].zero_grad()
             models[0](X).pow(2).mean().backward()
 
     def continue_in_world(group: Group) -> None:
-        enter(here, group)
         opts[group.rank].zero_grad()
         models[group.rank](X).pow(2).mean().backward()
         opts[group.rank].step()
 
-    run_in_world(2, give_up)
-    run_in_world(2, continue_in_world, generation=2)
+    engine(2, give_up)
+    engine(2, continue_in_world, generation=2)
     for model, opt in zip(models, opts, strict=True):
         assert torch.allclose(weights(model), train_plain([X], adam), rtol=0, atol=1e-12)
         opt.close()
 
 
-def test_the_optimizer_cannot_step_between_two_worlds(
-    here: CurrentWorker, alone: tuple[torch.nn.Sequential, Any]
-) -> None:
+def test_no_step_is_taken_between_two_worlds(engine: World, alone: tuple[torch.nn.Sequential, Any]) -> None:
     _, opt = alone
-    enter(here, None)
+    set_context(WorkerContext("w"))
     with pytest.raises(CollectiveError, match="between two worlds"):
         opt.step()
 
@@ -237,9 +228,8 @@ def test_schedulers_work_on_a_distributed_optimizer(scheduler_first: bool) -> No
             opt.step()
             scheduler.step()
     assert opt.param_groups[0]["lr"] == plain_sgd.param_groups[0]["lr"] == 0.25
-    opt.load_state_dict(
-        opt.state_dict() | {"param_groups": [opt.state_dict()["param_groups"][0] | {"lr": 3.0}]}
-    )
+    (group,) = opt.state_dict()["param_groups"]
+    opt.load_state_dict(opt.state_dict() | {"param_groups": [group | {"lr": 3.0}]})
     assert plain_sgd.param_groups[0]["lr"] == 3.0
     opt.close()
 
@@ -254,9 +244,8 @@ def test_hooks_of_the_step_run_once(alone: tuple[torch.nn.Sequential, Any]) -> N
     assert calls == ["before", "after"]
 
 
-def test_a_closure_is_exchanged_before_the_update(here: CurrentWorker) -> None:
+def test_a_closure_is_exchanged_before_the_update(engine: World) -> None:
     def work(group: Group) -> torch.Tensor:
-        enter(here, group)
         model = net()
         opt: Any = DistributedOptimizer(adam(model.parameters()), model.named_parameters(), op=Average)
 
@@ -270,7 +259,7 @@ def test_a_closure_is_exchanged_before_the_update(here: CurrentWorker) -> None:
         opt.close()
         return weights(model)
 
-    for replica in run_in_world(2, work):
+    for replica in engine(2, work):
         assert torch.allclose(replica, train_plain([X], adam), rtol=0, atol=1e-12)
 
 
@@ -380,3 +369,229 @@ def test_distributed_optimizer_wraps_once_and_not_lbfgs(alone: tuple[torch.nn.Se
     torch.optim.Optimizer.add_param_group(opt, {"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(InvalidInput, match="call add_param_group of the one that it returned"):
         opt.step()
+
+
+def train_net(group: Group, rows: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Three steps of `net` over this rank's rows."""
+    model = net()
+    named = list(model.named_parameters())
+    if "groups" in how and not isinstance(how["groups"], int):
+        how["groups"] = [[named[i][1] for i in part] for part in how["groups"]]
+    opt: Any = DistributedOptimizer(adam(model.parameters()), named, **how)
+    for _ in range(3):
+        opt.zero_grad()
+        model(rows).pow(2).mean().backward()
+        opt.step()
+    opt.close()
+    return weights(model)
+
+
+@pytest.mark.parametrize("how", [{"num_groups": 2}, {"groups": 3}, {"groups": [[0, 3]]}])
+def test_groups_of_gradients_travel_together_and_change_nothing(engine: World, how: dict[str, Any]) -> None:
+    replicas = engine(2, lambda group: train_net(group, X[group.rank * 6 :][:6], **how))
+    assert torch.equal(*replicas)
+    assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compression", "error"),
+    [
+        (torch.float16, Compression.none, 2e-3),
+        (torch.bfloat16, Compression.none, 2e-2),
+        (torch.float32, Compression.none, 1e-6),
+        (torch.float32, Compression.fp16, 2e-3),
+        (torch.float32, Compression.bf16, 2e-2),
+    ],
+)
+def test_16_bits_are_summed_in_32(engine: World, dtype: torch.dtype, compression: Any, error: float) -> None:
+    """Gradients 1/3, 2/3 and 1 of three ranks."""
+
+    def work(group: Group) -> torch.Tensor:
+        layer = torch.nn.Linear(40, 40, bias=False, dtype=dtype)
+        sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+        opt: Any = DistributedOptimizer(sgd, op=Sum, compression=compression)
+        (layer.weight * ((group.rank + 1) / 3)).sum().backward()
+        opt.synchronize()
+        assert layer.weight.grad is not None
+        found = layer.weight.grad.clone()
+        opt.close()
+        return found
+
+    first, *others = engine(3, work)
+    assert all(torch.equal(first, other) for other in others)
+    assert first.dtype == dtype
+    assert torch.allclose(first.double(), torch.full_like(first, 2.0).double(), rtol=error)
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_gradients_with_rows_missing_equal_dense_ones(engine: World, as_dense: bool) -> None:
+    """Rank r looks at rows r and r + 1; rank 1 at none in the second step. The dense weight travels beside."""
+    first = torch.nn.ModuleList([torch.nn.Embedding(6, 4), torch.nn.Linear(4, 2)]).double()
+    looked = [[(0, 1), (1, 2)], [(0, 1), ()], [(0, 1), (1, 2)]]
+
+    def gradient(rank: int, step: int, embedding: Any, layer: Any) -> torch.Tensor:
+        rows = torch.tensor(looked[step][rank], dtype=torch.long)
+        out: torch.Tensor = layer(embedding(rows)).sum() + 0 * layer.weight.sum()
+        return out
+
+    def work(group: Group) -> tuple[torch.Tensor, list[bool]]:
+        modules = copy.deepcopy(first)
+        embedding, layer = modules
+        embedding.sparse = True
+        sgd = torch.optim.SGD(modules.parameters(), lr=0.1)
+        opt: Any = DistributedOptimizer(sgd, sparse_as_dense=as_dense)
+        kinds = []
+        for step in range(3):
+            opt.zero_grad()
+            gradient(group.rank, step, embedding, layer).backward()
+            opt.synchronize()
+            assert embedding.weight.grad is not None
+            kinds.append(embedding.weight.grad.is_sparse)
+            with opt.skip_synchronize():
+                opt.step()
+        opt.close()
+        return weights(modules), kinds
+
+    results = engine(2, work)
+    modules = first
+    opt = torch.optim.SGD(modules.parameters(), lr=0.1)
+    for step in range(3):
+        opt.zero_grad()
+        (sum(gradient(rank, step, *modules) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+        opt.step()
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.allclose(results[0][0], weights(modules), rtol=0, atol=1e-12)
+    assert [kinds for _, kinds in results] == [[not as_dense] * 3] * 2
+
+
+def test_a_process_set_trains_together_and_others_alone(engine: World) -> None:
+    pair = ProcessSet([0, 2])
+    batches = [X[:4], X[4:8], X[8:]]
+    add = engine(3, lambda group: group.rank == 0 and add_process_set(pair))
+    assert any(add)
+    try:
+        work = lambda group: train_net(group, batches[group.rank], process_set=pair)  # noqa: E731
+        replicas = engine(3, work, generation=2)
+    finally:
+        remove_process_set(pair)
+    assert torch.equal(replicas[0], replicas[2])
+    both = torch.cat([batches[0], batches[2]])
+    assert torch.allclose(replicas[0], train_plain([both] * 3, adam), rtol=0, atol=1e-12)
+    assert torch.allclose(replicas[1], train_plain([batches[1]] * 3, adam), rtol=0, atol=1e-12)
+
+
+def test_adasum_combines_the_steps_of_all_ranks(engine: World) -> None:
+    def work(group: Group) -> torch.Tensor:
+        model = net()
+        opt: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=Adasum)
+        model(X[group.rank * 6 :][:6]).pow(2).mean().backward()
+        opt.step()
+        return weights(model)
+
+    first, second = engine(2, work)
+    assert torch.equal(first, second)
+    changes = []
+    for part in (X[:6], X[6:]):
+        model = net()
+        model(part).pow(2).mean().backward()
+        changes.append([-0.1 * p.grad.numpy() for p in model.parameters() if p.grad is not None])
+    combined = [reduce_parts(list(pair), "float64", "adasum", 1.0) for pair in zip(*changes, strict=True)]
+    wanted = weights(net()) + torch.from_numpy(np.concatenate([part.reshape(-1) for part in combined]))
+    assert torch.allclose(first, wanted, rtol=0, atol=1e-12)
+
+
+def test_adasum_leaves_parameters_as_they_were_when_the_exchange_breaks(engine: World) -> None:
+    def work(group: Group) -> None:
+        model = net()
+        opt: Any = DistributedOptimizer(adam(model.parameters()), op=Adasum)
+        model(X).pow(2).mean().backward()
+        group.abort("for the test")
+        with pytest.raises(CollectiveError):
+            opt.step()
+        assert torch.equal(weights(model), weights(net()))
+
+    engine(2, work)
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, [0.3] * 3), ([0, 2], [0.2, 0.1, 0.2])])
+def test_learning_rates_are_scaled_by_the_ranks_of_the_process_set(
+    engine: World, chosen: list[int] | None, expected: list[float]
+) -> None:
+    some = global_process_set if chosen is None else ProcessSet(chosen)
+
+    def work(group: Group) -> float:
+        sgd = torch.optim.SGD(net().parameters(), lr=0.1)
+        opt: Any = DistributedOptimizer(sgd, process_set=some, scale_lr=True)
+        opt.close()
+        return float(sgd.param_groups[0]["lr"])
+
+    assert engine(3, work) == pytest.approx(expected)
+
+
+class NarrowingCompressor(Compressor):
+    """A user's own: other dtypes and shapes on the way."""
+
+    seen: ClassVar[list[tuple[int, ...]]] = []
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        cls.seen.append(tuple(tensor.shape))
+        return tensor.to(torch.float32).t() if tensor.dim() == 2 else tensor.to(torch.bfloat16), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return (tensor.t() if tensor.dim() == 2 else tensor).to(ctx)
+
+
+class HalvingCompressor(Compressor):
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor / 2, 2
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor * ctx
+
+
+class FlatteningCompressor(Compressor):
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.flatten(), None
+
+
+@pytest.mark.parametrize("how", [{}, {"gradient_predivide_factor": 4.0}, {"groups": 3}])
+@pytest.mark.parametrize(
+    ("compression", "error"),
+    [(HalvingCompressor, 1e-12), (HalvingCompressor(), 1e-12), (NarrowingCompressor, 2e-2)],
+)
+def test_a_users_own_compressor(engine: World, compression: Any, error: float, how: dict[str, Any]) -> None:
+    NarrowingCompressor.seen.clear()
+    how = {**how, "compression": compression}
+    replicas = engine(2, lambda group: train_net(group, X[group.rank * 6 :][:6], **how))
+    assert torch.equal(*replicas)
+    assert torch.allclose(replicas[0], train_plain([X] * 3, adam), rtol=0, atol=error)
+    shapes = sorted(tuple(parameter.shape) for parameter in net().parameters())
+    assert sorted(NarrowingCompressor.seen) == sorted(shapes * 6 * (compression is NarrowingCompressor))
+
+
+def test_a_compressor_that_changes_the_shape_is_named(engine: World) -> None:
+    def work(group: Group) -> str:
+        says = r"FlatteningCompressor\.decompress must give back the shape .*; got \("
+        with pytest.raises(InvalidInput, match=says):
+            train_net(group, X, compression=FlatteningCompressor)
+        return "told"
+
+    assert engine(2, work) == ["told", "told"]
+
+
+def test_adasum_names_a_parameter_that_is_unfrozen_later() -> None:
+    model = net()
+    model[0].bias.requires_grad_(False)
+    opt = DistributedOptimizer(adam(model.parameters()), model.named_parameters(), op=Adasum)
+    model[0].bias.requires_grad_(True)
+    before = weights(model)
+    model(X).pow(2).mean().backward()
+    with pytest.raises(InvalidInput, match=r"'0\.bias' was frozen when training began"):
+        opt.step()
+    assert torch.equal(weights(model), before)
+    opt.close()

@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,15 @@ def test_a_position_continues_in_another_world_and_belongs_to_its_rows(rows: Row
             ElasticDataLoader(another, BATCH, seed=3).load_state_dict(position)
 
 
+def collect_noise(rows: Rows, function: Any, size: int, **options: Any) -> dict[int, float]:
+    """What the function draws for each row, in a world of that size."""
+    World.size, noise = size, dict[int, float]()
+    for World.rank in range(size):
+        for made in ElasticDataLoader(rows, BATCH, transformation_fn=function, **options):
+            noise.update(zip(made["id"].tolist(), made["noise"].tolist(), strict=True))
+    return noise
+
+
 def test_batches_are_tensors_or_what_functions_make_of_columns_and_rows(rows: Rows) -> None:
     batch = next(iter(ElasticDataLoader(rows, BATCH, shuffle=False)))
     assert batch["x"].shape == (63, 2)
@@ -113,23 +123,15 @@ def test_batches_are_tensors_or_what_functions_make_of_columns_and_rows(rows: Ro
     assert batch["held_out"].dtype == torch.bool
 
     def double(columns: dict[str, Any], rng: Any) -> dict[str, Any]:
-        return {"id": columns["id"], "twice": 2 * columns["x"], "noise": rng.uniform()}
+        assert np.array_equal(columns["x"][:, 0], columns["id"])
+        return {"id": columns["id"], "noise": rng.uniform()}
 
-    def collect(size: int, **options: Any) -> dict[int, float]:
-        World.size, noise = size, {}
-        for World.rank in range(size):
-            loader = ElasticDataLoader(rows, BATCH, transformation_fn=double, **options)
-            for made in loader:
-                assert torch.equal(made["twice"][:, 0], 2.0 * made["id"])
-                noise.update(zip(made["id"].tolist(), made["noise"].tolist(), strict=True))
-        return noise
-
+    collect = partial(collect_noise, rows, double)
     assert collect(1) == collect(3) == collect(2, num_workers=1)
     assert len(set(collect(1).values())) == COUNT
     World.rank, World.size = 0, 1
-    collated = ElasticDataLoader(
-        rows.dataset(), BATCH, collate_fn=lambda items: [item["text"] for item in items]
-    )
+    collate = lambda items: [item["text"] for item in items]  # noqa: E731
+    collated = ElasticDataLoader(rows.dataset(), BATCH, collate_fn=collate)
     assert sorted(flatten(collated)) == sorted(f"row {row}" for row in range(COUNT))
 
 
@@ -139,14 +141,7 @@ def draw_for_rows(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_what_a_function_draws_from_the_process_is_the_rows_own(rows: Rows) -> None:
-    def collect(size: int) -> dict[int, float]:
-        World.size, noise = size, {}
-        for World.rank in range(size):
-            loader = ElasticDataLoader(rows, BATCH, transformation_fn=draw_for_rows, determinism="rows")
-            for made in loader:
-                noise.update(zip(made["id"].tolist(), made["noise"].tolist(), strict=True))
-        return noise
-
+    collect = partial(collect_noise, rows, draw_for_rows, determinism="rows")
     assert collect(1) == collect(4)
 
 
@@ -184,9 +179,8 @@ def test_a_data_set_of_rows_is_one_of_torch(rows: Rows) -> None:
         dataset[COUNT]
     ids: list[int] = []
     forked = multiprocessing.get_context("fork")
-    for batch in torch.utils.data.DataLoader(
-        dataset, 50, shuffle=True, num_workers=1, multiprocessing_context=forked
-    ):
+    how: Any = {"num_workers": 1, "multiprocessing_context": forked}
+    for batch in torch.utils.data.DataLoader(dataset, 50, shuffle=True, **how):
         ids += batch["id"].tolist()
     assert sorted(ids) == list(range(COUNT))
 
@@ -204,9 +198,8 @@ def test_parts_of_rows_are_those_that_were_asked_for(rows: Rows, tmp_path: Path)
     second.save(str(tmp_path / "held-out.json"))
     again = Rows.open(str(tmp_path / "held-out.json"))
     assert again == second
-    assert again.describe().startswith(
-        f"{second.count} rows of Parquet files in {rows.store.url} (split by held_out)"
-    )
+    told = f"{second.count} rows of Parquet files in {rows.store.url} (split by held_out)"
+    assert again.describe().startswith(told)
     assert ElasticDataLoader(rows, 300, drop_last=True).__len__() == 3
 
 
@@ -233,9 +226,7 @@ def test_ragged_rows_are_padded_or_nested_and_collated(documents: Rows) -> None:
     assert item.tolist() == (100 * (int(item[0]) // 100) + torch.arange(len(item))).tolist()
 
 
-def test_a_transformation_may_return_ragged_rows_and_strings_stay_strings(
-    documents: Rows, tmp_path: Path
-) -> None:
+def test_transformations_may_return_ragged_rows_and_strings_stay(documents: Rows, tmp_path: Path) -> None:
     def cut(columns: dict[str, Any]) -> dict[str, Any]:
         return {"input_ids": Ragged.of(columns["input_ids"], max_length=4, dtype="int64")}
 

@@ -13,7 +13,7 @@ from elastic_collectives import CollectiveError, Endpoint, Group, connect
 
 T = TypeVar("T")
 # Runs a function on every rank of a world of so many.
-World = Callable[[int, Callable[[Group], Any]], list[Any]]
+World = Callable[..., list[Any]]
 KEY = b"0123456789abcdef0123456789abcdef"
 
 
@@ -30,10 +30,8 @@ def run_in_world(
             all_there.wait(timeout)
             return blobs
 
-        with (
-            Endpoint(KEY) as endpoint,
-            connect(endpoint, rank, size, (1, generation), exchange, timeout) as group,
-        ):
+        fence = 1, generation
+        with Endpoint(KEY) as endpoint, connect(endpoint, rank, size, fence, exchange, timeout) as group:
             try:
                 done = work(group)
             except BaseException:

@@ -98,36 +98,26 @@ def make_class(old: str = "", new: str = "", base: type = torch.nn.Module) -> An
     [
         (NamedValue(torch.tanh, "a"), NamedValue(torch.relu, "a")),
         (NamedValue(np.tanh, "a"), NamedValue(np.exp, "a")),
-        (NamedValue({"f": torch.tanh}, "a"), NamedValue({"f": torch.relu}, "a")),
-        (NamedValue(torch.nn.functional.relu, "a"), NamedValue(torch.nn.functional.gelu, "a")),
         (NamedValue(torch.nn.ReLU, "a"), NamedValue(torch.nn.GELU, "a")),
-        (NamedValue(make_power(1), "a"), NamedValue(make_power(3), "a")),
         (NamedValue(1.0, "a").__call__, NamedValue(2.0, "a").__call__),
         (compose(torch.tanh), compose(torch.relu)),
         (functools.cache(compute_power), functools.cache(make_scaled_loss)),
         (make_class(), make_class("* self", "+ self")),
         (make_class()(), make_class("* self", "+ self")()),
-        (make_class()().forward, make_class("+ self.shift", "- self.shift")().forward),
         (make_class(base=object), make_class("2.0", "3.0", base=object)),
         (make_class(), make_class("return 1.0", "return 2.0")),
         (make_scaled_loss(1.0), make_scaled_loss(2.0)),
-        (lambda x: x + 1, lambda x: x + 2),
         (lambda x: x.sin(), lambda x: x.cos()),
         (make_power(1), make_power(3)),
-        (NamedValue(1.0, "a"), NamedValue(2.0, "a")),
         ({"a": 1}, {"a": 2}),
         (sum, max),
         (make_weighted_loss([1.0, 2.0]), make_weighted_loss([1.0, 3.0])),
-        (make_weighted_loss(("a", 2.0)), make_weighted_loss(("b", 2.0))),
         (make_weighted_loss(np.array([1.0, 2.0])), make_weighted_loss(np.array([1.0, 3.0]))),
         (make_weighted_loss(torch.ones(2)), make_weighted_loss(torch.zeros(2))),
-        (make_weighted_loss(torch.ones(2)), make_weighted_loss(torch.ones(2, dtype=torch.bfloat16))),
         (make_weighted_loss(torch.ones(2).bfloat16()), make_weighted_loss(torch.zeros(2).bfloat16())),
         (make_weighted_loss({"a": {1}}), make_weighted_loss({"a": {2}})),
         (compose(make_scaled_loss(1.0)), compose(make_scaled_loss(2.0))),
-        (NamedValue([1.0], "a"), NamedValue([2.0], "a")),
         (NamedValue(torch.ones(1), "a"), NamedValue(torch.zeros(1), "a")),
-        (NamedValue(make_scaled_loss(1.0), "a"), NamedValue(make_scaled_loss(2.0), "a")),
         (None, compute_power),
     ],
 )
@@ -135,28 +125,37 @@ def test_functions_that_do_something_else_have_different_digests(one: Any, other
     assert digest(one) != digest(other)
 
 
-@pytest.mark.parametrize(
-    ("code", "values", "text", "other"),
-    [
-        ("lambda x: [VALUE * y for y in x] + [FOLDER]", 1.0, "of today", 2.0),
-        ("lambda x: VALUE[0] * x if FOLDER else 0", [1.0, {"a": (2.0,)}], ["of today"], [1.0, {"a": (3.0,)}]),
-    ],
-)
-def test_numbers_of_the_module_are_part_of_a_function(code: str, values: Any, text: Any, other: Any) -> None:
-    module: dict[str, Any] = {"VALUE": values, "FOLDER": text}
-    exec(f"f = {code}", module)
+def test_numbers_of_the_module_are_part_of_a_function_and_its_texts_are_not() -> None:
+    values = [1.0, {"a": (2.0,)}]
+    module: dict[str, Any] = {"VALUE": values, "FOLDER": ["of today"]}
+    exec("f = lambda x: VALUE[0] * x if FOLDER else 0", module)
     before = digest(module["f"])
-    module["FOLDER"] = type(text)(["of tomorrow"])
+    module["FOLDER"] = ["of tomorrow"]
     assert digest(module["f"]) == before
-    module["VALUE"] = other
+    module["VALUE"] = [1.0, {"a": (3.0,)}]
     assert digest(module["f"]) != before
 
 
-def test_functions_that_do_the_same_have_equal_digests() -> None:
-    assert digest(make_recursive()) == digest(make_recursive())
-    assert digest(make_scaled_loss(1.0)) == digest(make_scaled_loss(1.0))
-    assert digest(make_weighted_loss(torch.ones(2))) == digest(make_weighted_loss(torch.ones(2)))
-    assert digest(make_weighted_loss({3, 1, 2})) == digest(make_weighted_loss({2, 3, 1}))
+def make_values() -> list[Any]:
+    return [
+        make_recursive(),
+        make_class(),
+        make_scaled_loss(1.0),
+        make_weighted_loss(torch.ones(2)),
+        make_weighted_loss({3, 1, 2}),
+        NamedValue(1.0, "of today"),
+        {"a": 1, "b": (2,)},
+    ]
+
+
+def test_another_process_computes_the_same_digests() -> None:
+    program = (
+        "from spark_elastic.training.identity import digest\n"
+        "from tests.unit.training.test_identity import make_values\n"
+        "print(*map(digest, make_values()))"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == [digest(value) for value in make_values()]
     assert digest(NamedValue(1.0, "of today")) == digest(NamedValue(1.0, "of tomorrow"))
     assert digest({"a": 1, "b": (2,)}) == digest({"b": [2], "a": 1})
 
@@ -164,19 +163,6 @@ def test_functions_that_do_the_same_have_equal_digests() -> None:
 @pytest.mark.parametrize("old", ["a comment", "What it says", 'return "a"', "return 1\n"])
 def test_what_is_not_trained_is_no_part_of_a_class(old: str) -> None:
     assert digest(make_class()) == digest(make_class(old, old.replace("a", "b").replace("1", "2")))
-
-
-def test_another_process_computes_the_same_digest() -> None:
-    program = (
-        "from spark_elastic.training.identity import digest\n"
-        "from tests.unit.training import test_identity as here\n"
-        "import torch\n"
-        "values = [here.make_scaled_loss(1.0), here.NamedValue(1.0, 'a'), here.make_weighted_loss(torch.ones(2))]\n"
-        "print(digest([*values, here.make_recursive(), here.make_class()]))"
-    )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    values = [make_scaled_loss(1.0), NamedValue(1.0, "a"), make_weighted_loss(torch.ones(2))]
-    assert said.stdout.strip() == digest([*values, make_recursive(), make_class()])
 
 
 class UserNet(nn.Module):
@@ -225,9 +211,7 @@ def derive_twice(base: type, method: str, one: Any, other: Any) -> list[Any]:
         (ENDING, "callbacks", EarlyStopping, "on_epoch_end", (lambda s, t: None, lambda s, t: 1)),
     ],
 )
-def test_a_class_of_the_user_s_with_other_code_is_named(
-    name: str, field: str, base: type, method: str, functions: Any
-) -> None:
+def test_code_of_a_class_counts(name: str, field: str, base: type, method: str, functions: Any) -> None:
     kinds = derive_twice(base, method, *functions)
     made = [kind if field == "optimizer" else kind() for kind in kinds]
     one, other = ({field: (each,) if field in ("losses", "callbacks") else each} for each in made)
@@ -254,13 +238,6 @@ def test_a_class_of_the_user_s_with_other_code_is_named(
 )
 def test_a_different_object_is_named(name: str, changes: dict[str, Any]) -> None:
     assert find_differences(make_objects(), make_objects(**changes))[0] == name
-
-
-def test_class_weights_are_part_of_a_loss() -> None:
-    one, other = (nn.CrossEntropyLoss(torch.tensor([1.0, weight])) for weight in (1.0, 2.0))
-    assert find_differences(make_objects(losses=(one,)), make_objects(losses=(other,))) == ["loss"]
-    one, other = (partial(nn.functional.cross_entropy, weight=torch.tensor([1.0, w])) for w in (1.0, 2.0))
-    assert find_differences(make_objects(losses=(one,)), make_objects(losses=(other,))) == ["loss"]
 
 
 def test_the_digest_of_an_optimizer_does_not_copy_it() -> None:
@@ -323,6 +300,7 @@ class Scale:
         (Scale(1.0), Scale(2.0)),
         (SimpleNamespace(a=1), SimpleNamespace(a=2)),
         (range(3), range(4)),
+        (torch.tensor([1.0, 1.0]), torch.tensor([1.0, 2.0])),  # as weights of classes
         (torch.float32, torch.float64),
         (np.float32(1.0), np.float32(2.0)),
         ({"file": "x", "slope": 1}, {"file": "x", "slope": 2}),

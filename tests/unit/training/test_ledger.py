@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.ledger import open_ledger
+from spark_elastic.training.ledger import Ledger
 
 
 def test_r02_lines_are_written_before_the_call_returns(tmp_path: Path) -> None:
-    ledger = open_ledger(Store.open("memory://ledgers"), str(tmp_path / "made"), SystemClock())
+    ledger = Ledger(Store.open("memory://ledgers"), str(tmp_path / "made"))
     here = Position(2, Phase.TRAIN, 5)
     (path,) = (tmp_path / "made").iterdir()
     ledger.write_ahead((2, 3), here, np.array([7, 9]))
@@ -31,7 +30,7 @@ def test_r02_lines_are_written_before_the_call_returns(tmp_path: Path) -> None:
 
 def test_r02_a_store_without_appends_gets_an_object_for_each_step() -> None:
     store, fence = Store.open("memory://ledgers"), (1, 1)
-    ledger = open_ledger(store, "runs/r/ledger", SystemClock())
+    ledger = Ledger(store, "runs/r/ledger")
     for step in range(2):
         ledger.write_ahead(fence, Position(0, Phase.TRAIN, step), np.array([step]))
         ledger.record_applied(fence, Position(0, Phase.TRAIN, step), 4)

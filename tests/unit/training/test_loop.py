@@ -15,7 +15,7 @@ from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointStore, SnapshotReader
 from spark_elastic.runs.snapshot import PickleCodec
 from spark_elastic.training import loop as module
-from spark_elastic.training.loop import TrainingLoop, Validation
+from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress
 from tests.memory_store import make_memory_store
 
@@ -69,9 +69,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Exception | Posi
     return build
 
 
-def test_p7_a_checkpoint_is_read_once_however_many_worlds_give_up_waiting_for_it(
-    reads: list[Checkpoint], training: Any
-) -> None:
+def test_p7_a_checkpoint_is_read_once_for_worlds_that_fail(reads: list[Checkpoint], training: Any) -> None:
     """Another one is read, as is the same one after its hand-over."""
     late = CollectiveError((1,), "timed out")
     loop = training([late, late, KEPT, late, KEPT, KEPT])
@@ -89,9 +87,7 @@ def test_p7_a_checkpoint_is_read_once_however_many_worlds_give_up_waiting_for_it
 @pytest.mark.parametrize(
     ("rows", "shares", "balances"), [(8, 0, True), (4, 0, True), (3, 0, False), (8, 2, False)]
 )
-def test_a_world_of_more_ranks_than_a_step_has_parts_divides_them_equally(
-    training: Any, rows: int, shares: int, balances: bool
-) -> None:
+def test_more_ranks_than_parts_share_equally(training: Any, rows: int, shares: int, balances: bool) -> None:
     loop = training([])
     plan = DataPlan((100,), rows, seed=0, lanes=1, shares=shares)
     loop._spec = SimpleNamespace(plan=plan, config=SimpleNamespace(world=SimpleNamespace(balance_rows=True)))
@@ -103,15 +99,15 @@ def test_a_world_of_more_ranks_than_a_step_has_parts_divides_them_equally(
 
 def numbers(*steps: tuple[float, float], has_weight: bool = True) -> dict[str, Any]:
     """steps: their (sum of losses, denominator); ten rows each."""
-    validation: Any = object.__new__(Validation)
-    state = SimpleNamespace(position=Position(0, Phase.VALIDATE, 0), progress=TrainingProgress())
-    validation._trainer = SimpleNamespace(state=state)
-    validation._rows = SimpleNamespace(plan=SimpleNamespace(steps=len(steps)))
+    loop: Any = object.__new__(TrainingLoop)
+    loop._state = SimpleNamespace(position=Position(0, Phase.CLOSE, 0), progress=TrainingProgress())
+    loop._trainer = SimpleNamespace(epoch_metrics=dict)
+    loop._spec = SimpleNamespace(plan=SimpleNamespace(count_rows_before=lambda steps: 0))
+    loop._validation = ()
     for loss, denominator in steps:
-        decision = SimpleNamespace(loss=loss, denominator=denominator, rows=10, has_weight=has_weight)
-        state.position = validation._record_step(decision, 1)
-    found: dict[str, Any] = validation.results()
-    return found
+        decision: Any = SimpleNamespace(loss=loss, denominator=denominator, rows=10, has_weight=has_weight)
+        loop._state.progress.validation.add(decision, 1, 0.0)
+    return {name: value for name, value in loop._history_entry().items() if name.startswith("val_")}
 
 
 @pytest.mark.parametrize(
@@ -125,13 +121,5 @@ def numbers(*steps: tuple[float, float], has_weight: bool = True) -> dict[str, A
 )
 def test_validation_computes_the_mean_of_an_epoch(steps: list[tuple[float, float]], loss: float) -> None:
     assert numbers(*steps) == {"val_loss": loss, "val_rows": 10 * len(steps)}
-
-
-@pytest.mark.parametrize("denominator", [10.0, 0.0])
-def test_there_is_no_mean_where_all_sample_weights_are_zero(denominator: float) -> None:
-    found = numbers((0.0, denominator), (0.0, denominator), has_weight=False)
-    assert math.isnan(found["val_loss"])
-
-
-def test_a_model_without_a_validation_loss_gets_none() -> None:
-    assert numbers((0.0, math.nan), (0.0, math.nan)) == {"val_rows": 20}
+    assert math.isnan(numbers((0.0, 10.0), (0.0, 0.0), has_weight=False)["val_loss"])
+    assert numbers((0.0, math.nan), (0.0, math.nan)) == {"val_rows": 20}, "a model without one gets none"

@@ -26,10 +26,7 @@ def test_an_entry_sums_up_the_steps_of_worlds_of_several_sizes() -> None:
 
     entry = {"epoch": 5, "loss": 1.0, "rows": 11, "planned": 12, "steps": 3, "seconds": 1.0, "worlds": [2, 3]}
     assert sums.history_entry(epoch=5, planned=12) == entry
-
-
-def test_metrics_are_the_floats_without_the_time() -> None:
-    assert select_figures({"epoch": 1, "loss": 0.5, "seconds": 2.0, "worlds": [2]}) == {"loss": 0.5}
+    assert select_figures(entry) == {"loss": 1.0}, "a float, and no time"
 
 
 def test_the_history_keeps_plain_values() -> None:

@@ -105,9 +105,7 @@ def test_equal_ranks_keep_the_equal_division(seed: int) -> None:
         *((8e3, fixed) for fixed in (0.0, 0.001, 0.003)),  # several steps are in a period
     ],
 )
-def test_a_processor_quota_of_a_quarter_leaves_nine_tenths_of_the_best_rate(
-    speed: float, fixed: float
-) -> None:
+def test_a_processor_quota_of_a_quarter_leaves_nine_tenths_of_its_rate(speed: float, fixed: float) -> None:
     """On average the rank may look quicker than the other, which waits for it in some steps. fixed: seconds of each."""
     best = min(max(fixed + (ROWS - own) / speed, 4 * (fixed + own / speed)) for own in range(ROWS))
     assert rate(Quota(0.25, (speed, speed), fixed), 120.0, RowBalancer(ROWS, 2)) > 0.9 * ROWS / best
@@ -134,17 +132,18 @@ def test_a_change_that_does_not_help_is_taken_back() -> None:
     assert [b - a for a, b in pairwise(tries)] == sorted(b - a for a, b in pairwise(tries)), "rarer and rarer"
 
 
-def test_no_rank_gets_fewer_rows_than_it_needs_for_statistics() -> None:
-    balancer = RowBalancer(16, 2)
-    simulate(at_speeds(1e3, 1.0), 60.0, balancer)
-    assert balancer.parts == [14, 2]
-
-
-def test_virtual_shares_are_divided_whole() -> None:
-    balancer = RowBalancer(8, 3, shares=8)
-    assert balancer.division == Division.equal(3, 8)
-    simulate(at_speeds(40.0, 40.0, 10.0), 30.0, balancer)
-    assert balancer.parts == [4, 3, 1]
+@pytest.mark.parametrize(
+    ("rows", "shares", "speeds", "parts"),
+    [
+        (16, 0, (1e3, 1.0), [14, 2]),  # as few as statistics need
+        (8, 8, (40.0, 40.0, 10.0), [4, 3, 1]),  # virtual shares are divided whole
+    ],
+)
+def test_slow_ranks_keep_a_part(rows: int, shares: int, speeds: tuple[float, ...], parts: list[int]) -> None:
+    balancer = RowBalancer(rows, len(speeds), shares=shares)
+    assert balancer.division == Division.equal(len(speeds), shares)
+    simulate(at_speeds(*speeds), 60.0, balancer)
+    assert balancer.parts == parts
 
 
 def test_a_rank_that_keeps_others_waiting_whatever_it_is_given_is_a_straggler() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from spark_elastic.training.transformation import (
     BatchTransformation,
     RowBatch,
     RowRandom,
-    check_transformation,
     reshape_results,
     transform_columns,
 )
@@ -43,18 +41,16 @@ def test_a_row_is_augmented_alike_in_any_part() -> None:
     assert not np.array_equal(whole["x"], np.arange(40.0).reshape(10, 4))
     np.testing.assert_array_equal(change.apply(_make_batch(slice(0, 10), 0, 3, 7, 10))["x"], whole["x"])
     np.testing.assert_array_equal(change.apply(_make_batch(slice(4, 8)))["x"], whole["x"][4:8])
-
-
-def test_without_augmentation_there_are_no_random_numbers() -> None:
-    batch = _make_batch(slice(0, 10), 0, 10, augments=False)
-    found = BatchTransformation(_add_noise, ("x", "y"), seed=5).apply(batch)
-    np.testing.assert_array_equal(found["x"], batch.columns["x"])
-
-
-def test_reshaped_results_are_augmented_too() -> None:
-    rng = RowRandom(1, 1, np.arange(3))
-    columns = {"x": np.zeros((3, 4))}
-    found = transform_columns(columns, 3, ["x"], reshape_results(_add_noise, {"x": (2, 2)}), rng)
+    np.testing.assert_array_equal(change.apply(_make_batch(slice(0, 4), 0, 0, 3, 3, 4))["x"], whole["x"][:4])
+    plain = change.apply(_make_batch(slice(0, 10), 0, 10, augments=False))
+    np.testing.assert_array_equal(plain["x"], np.arange(40.0).reshape(10, 4))
+    found = transform_columns(
+        {"x": np.zeros((3, 4))},
+        3,
+        ["x"],
+        reshape_results(_add_noise, {"x": (2, 2)}),
+        RowRandom(1, 1, np.arange(3)),
+    )
     assert found["x"].shape == (3, 2, 2)
     assert len(set(found["x"].ravel().tolist())) == 12
 
@@ -64,9 +60,7 @@ def test_reshaped_results_are_augmented_too() -> None:
 )
 def test_what_is_no_dict_of_columns_is_refused(returned: Any, what: str) -> None:
     for change in (lambda columns: returned, reshape_results(lambda columns: returned, {"x": (2, 2)})):
-        with pytest.raises(
-            InvalidInput, match=f"^transformation_fn returned {what}: return a dict with an array"
-        ):
+        with pytest.raises(InvalidInput, match=f"^transformation_fn returned {what}: return a dict"):
             transform_columns({"x": np.zeros((3, 4))}, 3, ["x"], change)
 
 
@@ -74,9 +68,7 @@ def test_what_is_no_dict_of_columns_is_refused(returned: Any, what: str) -> None
 def test_rows_of_different_lengths_are_refused_by_name(make: Any) -> None:
     rows = make([np.arange(3), np.arange(2)])
     for change in (lambda columns: {"x": rows}, reshape_results(lambda columns: {"x": rows}, {"x": (2,)})):
-        with pytest.raises(
-            InvalidInput, match=r"rows of different shapes as column 'x': .*Ragged.of\(rows\).pad\(0\)"
-        ):
+        with pytest.raises(InvalidInput, match=r"different shapes as column 'x': .*Ragged.of\(rows\).pad"):
             transform_columns({"x": np.zeros((2, 4))}, 2, ["x"], change)
 
 
@@ -109,13 +101,6 @@ def test_a_virtual_share_has_the_same_bits_wherever_it_lies_in_memory(first: int
     assert found.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize(
-    "function", [_add_noise, partial(_add_noise, rng=None), lambda columns, mean=0.5: columns, dict, None]
-)
-def test_functions_of_columns_and_of_columns_and_rng_are_accepted(function: Any) -> None:
-    assert check_transformation(function) is function
-
-
 def _stack(columns: Columns) -> Columns:
     """As functions that decode pictures do."""
     return {**columns, "x": np.stack([row * 2 for row in columns["x"]])}
@@ -125,12 +110,6 @@ def _stack(columns: Columns) -> Columns:
 def test_no_rows_are_not_transformed(cuts: tuple[int, ...]) -> None:
     found = BatchTransformation(_stack, ("x", "y"), seed=5).apply(_make_batch(slice(0, 0), *cuts))
     assert {name: len(column) for name, column in found.items()} == {"x": 0, "y": 0}
-
-
-def test_a_virtual_share_without_rows_is_left_out() -> None:
-    change = BatchTransformation(_stack, ("x", "y"), seed=5)
-    found = change.apply(_make_batch(slice(0, 4), 0, 0, 3, 3, 4))
-    np.testing.assert_array_equal(found["x"], change.apply(_make_batch(slice(0, 4)))["x"])
 
 
 def test_the_shape_of_no_rows_is_found_in_training_where_a_forward_pass_needs_it() -> None:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from spark_elastic.testing.fakes import FakeClock
-from spark_elastic.worker.child import (
-    LINE_AT_MOST,
-    PROGRESS_BAR_EVERY,
-    CrashLocation,
-    OomKillCounter,
-    find_oom_counter,
-    read_lines,
-)
+from spark_elastic.worker import child
 from spark_elastic.worker.fork_server import find_open_devices
 
 
@@ -30,8 +21,11 @@ class _SlowPipe(io.BytesIO):
         self._clock = clock
 
     def read1(self, size: int | None = -1, /) -> bytes:
-        self._clock.advance(PROGRESS_BAR_EVERY / 2)
+        self._clock.advance(child.PROGRESS_BAR_EVERY / 2)
         return next(self._writes, b"")
+
+
+LONG = "é" * child.LINE_AT_MOST
 
 
 @pytest.mark.parametrize(
@@ -41,64 +35,25 @@ class _SlowPipe(io.BytesIO):
         (b"as on Windows\r\nlast\r\n", ["as on Windows", "last"]),
         (b"\xff\xfe\n\xc3\xa9", ["��", "é"]),
         (b"", []),
-    ],
-)
-def test_lines_of_a_process_are_passed_on_as_printed(printed: bytes, told: list[str]) -> None:
-    assert list(read_lines(io.BytesIO(printed), FakeClock())) == told
-
-
-@pytest.mark.parametrize("more", [0, 1, 7])
-def test_a_line_too_long_for_a_message_is_passed_on_in_parts(more: int) -> None:
-    printed = "é" * (2 * LINE_AT_MOST + more)
-    *told, last = read_lines(io.BytesIO(f"{printed}\nlast\n".encode()), FakeClock())
-    assert last == "last"
-    assert "".join(told) == printed
-    assert [len(line) for line in told] == [LINE_AT_MOST, LINE_AT_MOST, more][: 3 if more else 2]
-
-
-def test_a_progress_bar_is_passed_on_about_once_a_second_and_in_its_last_state() -> None:
-    clock = FakeClock()
-    states = [f"\r{number}/6".encode() for number in range(7)]
-    told = list(read_lines(_SlowPipe(*states, b"\ndone\n", clock=clock), clock))
-    assert told == ["0/6", "2/6", "4/6", "6/6", "done"]
-
-
-@pytest.mark.parametrize(
-    ("printed", "told"),
-    [
+        # A line too long for a message comes in parts.
+        (f"{LONG}{LONG}\nlast\n".encode(), [LONG, LONG, "last"]),
+        (f"{LONG}{LONG}end\nlast\n".encode(), [LONG, LONG, "end", "last"]),
+        # A progress bar that ends each state with a return is passed on in its last state.
         (b"1%\r2%\r3%\r", ["1%", "3%"]),
         (b"1%\r2%\r3%\r\n", ["1%", "3%"]),
         (b"1%\r2%\r\r\nnext\n", ["1%", "2%", "next"]),
         (b"1%\r2%\rdone\n", ["1%", "done"]),  # on a terminal it is written over, too
     ],
 )
-def test_a_progress_bar_that_ends_each_state_with_a_return_is_passed_on_in_its_last_state(
-    printed: bytes, told: list[str]
-) -> None:
-    assert list(read_lines(io.BytesIO(printed), FakeClock())) == told
+def test_lines_of_a_process_are_passed_on_as_printed(printed: bytes, told: list[str]) -> None:
+    assert list(child.read_lines(io.BytesIO(printed), FakeClock())) == told
 
 
-PROGRAM = """
-import ctypes, faulthandler, threading, time
-faulthandler.enable()
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-print("a line without meaning", flush=True)
-def forward():
-    ctypes.string_at(0)
-def train():
-    forward()
-train()
-"""
-
-
-def test_a_crash_location_has_the_innermost_frames_of_the_crashed_thread() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
-    site = CrashLocation()
-    for line in ended.stdout.splitlines() + ended.stderr.splitlines():
-        site.read_line(line)
-    innermost, *callers = site.wait(0.0).split("; called from ")
-    assert innermost.endswith(", in string_at")
-    assert callers == ["<string>, line 7, in forward", "<string>, line 9, in train"]
+def test_a_progress_bar_is_passed_on_about_once_a_second_and_in_its_last_state() -> None:
+    clock = FakeClock()
+    states = [f"\r{number}/6".encode() for number in range(7)]
+    told = list(child.read_lines(_SlowPipe(*states, b"\ndone\n", clock=clock), clock))
+    assert told == ["0/6", "2/6", "4/6", "6/6", "done"]
 
 
 def test_a_crash_after_an_unfinished_line_has_a_location() -> None:
@@ -106,17 +61,11 @@ def test_a_crash_after_an_unfinished_line_has_a_location() -> None:
         b"\r 50%|##  | 5/10Fatal Python error: Segmentation fault\n\n"
         b'Current thread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in f\n'
     )
-    site = CrashLocation()
-    for line in read_lines(io.BytesIO(printed), FakeClock()):
+    site = child.CrashLocation()
+    for line in child.read_lines(io.BytesIO(printed), FakeClock()):
         site.read_line(line)
     site.close()
     assert site.wait(0.0) == "b.py, line 3, in f"
-
-
-def test_a_crash_location_is_not_waited_for_after_the_last_line() -> None:
-    site = CrashLocation()
-    site.close()
-    assert site.wait(60.0) == ""
 
 
 V2 = "0::/pod/box\n"
@@ -140,18 +89,16 @@ def write_machine(root: Path, groups: str, *files: str) -> None:
         ("", "proc/vmstat"),
     ],
 )
-def test_the_counter_of_memory_kills_closest_to_the_process_is_found(
-    groups: str, file: str, tmp_path: Path
-) -> None:
+def test_the_closest_counter_of_memory_kills_is_found(groups: str, file: str, tmp_path: Path) -> None:
     write_machine(tmp_path, groups, "proc/vmstat", file)
-    assert find_oom_counter(tmp_path) == tmp_path / file
+    assert child.find_oom_counter(tmp_path) == tmp_path / file
 
 
 def test_a_killed_process_ran_out_of_memory_only_if_the_counter_rose(tmp_path: Path) -> None:
-    assert not OomKillCounter(tmp_path).is_oom_kill(-9), "there is no counter"
+    assert not child.OomKillCounter(tmp_path).is_oom_kill(-9), "there is no counter"
     events = tmp_path / "sys/fs/cgroup/pod/box/memory.events"
     write_machine(tmp_path, V2, "sys/fs/cgroup/pod/box/memory.events")
-    kills = OomKillCounter(tmp_path)
+    kills = child.OomKillCounter(tmp_path)
     assert not kills.is_oom_kill(-9)
     events.write_text("oom 2\noom_kill 8\n")
     assert kills.is_oom_kill(-9)

@@ -28,20 +28,14 @@ def test_submitted_work_runs_in_order_in_one_thread_and_before_a_later_run(threa
     assert thread.drain_and_call(lambda: [number for number, _ in seen]) == [0, 1, 2]
     assert {ident for _, ident in seen}.isdisjoint({threading.get_ident()})
     assert len({ident for _, ident in seen}) == 1
-
-
-def test_an_error_reaches_only_the_future_of_its_own_work(thread: CollectiveThread) -> None:
-    broken = thread.submit(lambda: 1 // 0)
-    fine = thread.submit(lambda: 7)
+    broken, fine = thread.submit(lambda: 1 // 0), thread.submit(lambda: 7)
     thread.drain()
     with pytest.raises(ZeroDivisionError):
         broken.result()
     assert fine.result() == 7
 
 
-def test_the_thread_starts_with_its_first_work_and_again_after_a_close(
-    thread: CollectiveThread,
-) -> None:
+def test_the_thread_starts_with_its_first_work_and_again_after_a_close(thread: CollectiveThread) -> None:
     threads = threading.active_count()
     thread.drain()
     thread.close()
@@ -52,9 +46,7 @@ def test_the_thread_starts_with_its_first_work_and_again_after_a_close(
     assert thread.submit(lambda: 3).result() == 3
 
 
-def test_a_thread_that_could_not_start_is_started_for_the_next_work(
-    thread: CollectiveThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_failed_starts_later(thread: CollectiveThread, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_next_thread(monkeypatch)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         thread.submit(lambda: 1)

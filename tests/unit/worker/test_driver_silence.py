@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -35,6 +36,11 @@ TIMEOUT = 8.0
 SHORT = 0.4  # seconds before its end, a refused request has no time for another try
 
 
+@pytest.fixture(autouse=True)
+def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "RETRY_EVERY", 0.0)
+
+
 class RefusingDriver:
     """A driver that answers once and then refuses connections."""
 
@@ -56,6 +62,16 @@ class RefusingDriver:
         return answer
 
 
+def make_watch(driver: object, clock: FakeClock, **more: Any) -> DriverWatch:
+    return DriverWatch(WorkerId("1-0.1"), cast("Any", driver), clock, TIMEOUT, **more)
+
+
+def make_agent(driver: object, clock: FakeClock | None = None, timeout: float = TIMEOUT) -> SlotAgent:
+    spec = SlotSpec(address="", key=b"", attempt=1, driver_timeout=timeout)
+    identity = SlotIdentity(slot=SlotId("1-0"))
+    return SlotAgent(spec, identity, b"", cast("Any", driver), clock or FakeClock())
+
+
 def test_r12_a_worker_ends_one_timeout_after_the_drivers_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, events = FakeClock(), []
     closed = io.StringIO()
@@ -69,7 +85,7 @@ def test_r12_a_worker_ends_one_timeout_after_the_drivers_last_answer(monkeypatch
         return 3
 
     driver = RefusingDriver(WorkerUpdate(INITIAL_VERSION), clock)
-    watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
+    watch = make_watch(driver, clock)
     watch._watch(handle_event)
     (silent,) = events
     assert isinstance(silent, DriverSilent)
@@ -77,33 +93,32 @@ def test_r12_a_worker_ends_one_timeout_after_the_drivers_last_answer(monkeypatch
     assert TIMEOUT <= silent.seconds < 1.2 * TIMEOUT
 
 
-def test_r12_a_long_poll_that_is_held_is_no_silence() -> None:
-    """Answers to the slot's heartbeats arrive meanwhile."""
-    clock, ends = FakeClock(), []
+@pytest.mark.parametrize("slot_hears", [False, True])
+def test_r12_a_long_poll_that_is_held_is_no_silence(slot_hears: bool) -> None:
+    """Other requests of the worker are answered meanwhile, or heartbeats of its slot."""
+    clock, ends = FakeClock(), list[float]()
+    heard = [0.0, 0.0]  # by the worker, by its slot
+
+    def ask(request: object, hold: float, within: float) -> Any:
+        clock.advance(within / 2)
+        if clock.now() < 3 * TIMEOUT:
+            heard[slot_hears] = clock.now()
+        raise DriverUnreachable("held up")
 
     def handle_event(event: object) -> None:
         ends.append(clock.now())
         watch.close()
 
-    class SlowRefusingDriver(RefusingDriver):
-        def ask(self, request: object, hold: float, within: float) -> Any:
-            clock.advance(within / 2)
-            if not ends and clock.now() < 3 * TIMEOUT:
-                self.at = clock.now()
-            raise DriverUnreachable("held up")
-
-    driver = SlowRefusingDriver(WorkerUpdate(INITIAL_VERSION), clock)
-    watch = DriverWatch("1-0.1", cast("Any", driver), clock, TIMEOUT)
+    driver = SimpleNamespace(ask=ask, last_answered_at=lambda: heard[0])
+    watch = make_watch(driver, clock, slot_answered_at=lambda: heard[1])
     watch._watch(handle_event)
-    assert ends[0] >= driver.at + TIMEOUT > 3 * TIMEOUT
+    assert ends[0] >= max(heard) + TIMEOUT > 3 * TIMEOUT
 
 
 def test_r12_a_slot_ends_one_timeout_after_the_drivers_last_answer() -> None:
     clock = FakeClock()
     driver = RefusingDriver(SlotCommands(0), clock)
-    spec = SlotSpec(address="", key=b"", attempt=1, driver_timeout=TIMEOUT)
-    identity = SlotIdentity(slot=SlotId("1-0"))
-    agent = SlotAgent(spec, identity, b"", cast("RendezvousClient", driver), clock)
+    agent = make_agent(driver, clock)
     agent._watch()
     assert TIMEOUT <= clock.now() - driver.at < 1.2 * TIMEOUT
 
@@ -130,49 +145,35 @@ def test_r12_the_time_in_which_a_process_was_stopped_is_no_silence(
     assert clock.now() - client.last_answered_at() <= TIMEOUT
 
 
-class BeatenDriver:
-    """Answers each heartbeat that arrives; keeps what was asked."""
-
-    def __init__(self) -> None:
-        self.patience: list[float] = []
-        self.lines: list[str] = []
-
-    def last_answered_at(self) -> float:
-        return 0.0
-
-    def ask(self, request: object, *_: object, patience: float = 0.0) -> Any:
-        if isinstance(request, LogLines):
-            self.lines += request.lines
-            return None
-        self.patience.append(patience)
-        return HeartbeatReply(0.01)
-
-
-def test_an_error_of_the_machine_costs_a_slot_one_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, child = BeatenDriver(), MagicMock()
-    client = cast("RendezvousClient", driver)
-    agent = SlotAgent(
-        SlotSpec(address="", key=b"", attempt=1), SlotIdentity(slot=SlotId("1-0")), b"", client, FakeClock()
-    )
+def test_an_error_of_the_machine_costs_a_slot_one_heartbeat() -> None:
+    child, asked, lines = MagicMock(), list[float](), list[str]()
     errors = [OSError(errno.EMFILE, "Too many open files")] * 2 + [MemoryError()]
+
+    def ask(request: object, *_: object, patience: float = 0.0) -> Any:
+        if isinstance(request, LogLines):
+            lines.extend(request.lines)
+            return None
+        asked.append(patience)
+        return HeartbeatReply(0.01)
 
     def read_state() -> str:
         if errors:
             raise errors.pop(0)
-        if len(driver.patience) == 3:
+        if len(asked) == 3:
             agent._closing.set()
         return "T"
 
+    agent = make_agent(SimpleNamespace(ask=ask, last_answered_at=lambda: 0.0))
     child.state = read_state
     child.read_sample.return_value = StackSample(is_waiting=False, seconds=0.0, stack="")
     child.worker = WorkerId("1-0.1")
     agent._active, agent._heartbeat_every = child, 0.01
     agent._send_heartbeats()
-    assert len(driver.patience) == 4
+    assert len(asked) == 4
     for lease, slots in ((5.0, 4), (5.0, 10_000), (30.0, 100)):
-        assert 2 * heartbeat_interval(lease, slots) * max(1.0, driver.patience[0] / 0.01) < lease
+        assert 2 * heartbeat_interval(lease, slots) * max(1.0, asked[0] / 0.01) < lease
     agent._send_waiting_lines()
-    assert driver.lines == [
+    assert lines == [
         f"{SLOT_LINE_PREFIX}a heartbeat was not sent: OSError: [Errno 24] Too many open files",
         f"{SLOT_LINE_PREFIX}a heartbeat was not sent: MemoryError: ",
     ]
@@ -191,52 +192,32 @@ def test_an_error_of_the_machine_ends_no_thread_that_listens_to_the_driver(error
                 raise error
             return super().ask(request, hold, within)
 
-    identity = SlotIdentity(slot=SlotId("1-0"))
-    stopped = FailingDriver(SlotCommands(1, (), "enough"), clock)
-    agent = SlotAgent(
-        SlotSpec(address="", key=b"", attempt=1, driver_timeout=TIMEOUT),
-        identity,
-        b"",
-        cast("RendezvousClient", stopped),
-        clock,
-    )
+    agent = make_agent(FailingDriver(SlotCommands(1, (), "enough"), clock), clock)
     agent._watch()
-    assert agent._events.get()() == "enough"
+    agent._events.get()()
+    assert agent._reason == "enough"
     events.clear()
-    updated = FailingDriver(WorkerUpdate(INITIAL_VERSION.next(job_ends=True)), clock)
-    watch = DriverWatch(WorkerId("1-0.1"), cast("Any", updated), clock, TIMEOUT)
+    watch = make_watch(FailingDriver(WorkerUpdate(INITIAL_VERSION.next(job_ends=True)), clock), clock)
     watch._watch(lambda event: watch.close())
     assert watch.version.job_ends
 
 
-class SilentDriver:
-    """A driver that answers a registration and nothing else."""
+def test_r12_a_registered_slot_waits_for_driver_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[type, float | None] = {}
+    closed = threading.Event()
 
-    def __init__(self) -> None:
-        self.asked: dict[type, float | None] = {}
-        self.closed = threading.Event()
-
-    def last_answered_at(self) -> float:
-        return 0.0
-
-    def ask(self, request: object, hold: float = 0.0, within: float | None = None) -> Any:
-        self.asked[type(request)] = within
+    def ask(request: object, hold: float = 0.0, within: float | None = None) -> Any:
+        asked[type(request)] = within
         if isinstance(request, RegisterSlot):
             return Admission(accepted=True)
         if not isinstance(request, WorkerStarted):
-            self.closed.wait(10.0)
+            closed.wait(10.0)
         raise DriverUnreachable("no answer")
 
-    def close(self) -> None:
-        self.closed.set()
-
-
-def test_r12_a_registered_slot_waits_for_driver_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, spec = SilentDriver(), SlotSpec(address="", key=b"", attempt=1, driver_timeout=600.0)
-    client = cast("RendezvousClient", driver)
-    agent = SlotAgent(spec, SlotIdentity(slot=SlotId("1-0")), b"", client, FakeClock())
+    driver = SimpleNamespace(ask=ask, last_answered_at=lambda: 0.0, close=closed.set)
+    agent = make_agent(driver, timeout=600.0)
     monkeypatch.setattr(agent, "_start_child", MagicMock())
     with pytest.raises(DriverUnreachable):
         agent.run()
-    assert driver.asked[RegisterSlot] is None  # the client's own time
-    assert driver.asked[WorkerStarted] == pytest.approx(600.0)
+    assert asked[RegisterSlot] is None  # the client's own time
+    assert asked[WorkerStarted] == pytest.approx(600.0)

@@ -62,7 +62,7 @@ entry.exit_with_process(int(sys.argv[1]))
         command = [sys.executable, "-c", program, str(host.pid)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
             with pytest.raises(subprocess.TimeoutExpired):
-                worker.wait(1)
+                worker.wait(0.3)
             host.kill()
             assert worker.communicate(timeout=30)[0] == "9 b''\n"
         assert worker.returncode == -signal.SIGKILL, "the loss of a host, not a failure of the program"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,15 @@ from tests.unit.ops.workers import enter_group, use_context_per_thread
 OF_A_MODULE = ProcessSet([1])
 
 
+@pytest.fixture(autouse=True)
+def alone_in_a_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And what the function puts into the environment goes with the test."""
+    use_context_per_thread(monkeypatch)
+    enter_group(FakeFabric(1).group(0))
+    with patch.dict(os.environ):
+        yield
+
+
 def train() -> dict[int, list[int]]:
     add_process_set([0])
     add_process_set(OF_A_MODULE)
@@ -36,40 +46,29 @@ def run_program(program: FunctionProgram) -> Any:
     return program.run(worker.world, worker.group, handle)
 
 
-def test_a_function_that_is_called_again_can_add_its_process_sets_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    use_context_per_thread(monkeypatch)
+def test_a_function_that_is_called_again_can_add_its_process_sets_again() -> None:
     program = FunctionProgram(train)
-    with patch.dict(os.environ):
-        for generation in (1, 2):
-            enter_group(FakeFabric(1, fence=(1, generation)).group(0))
-            run_program(program)
-            assert get_process_set_ids_and_ranks() == {0: [0], 1: [0], 2: []}
+    for generation in (1, 2):
+        enter_group(FakeFabric(1, fence=(1, generation)).group(0))
+        run_program(program)
+        assert get_process_set_ids_and_ranks() == {0: [0], 1: [0], 2: []}
 
 
 @pytest.mark.parametrize("code", [None, 0, 3])
-def test_a_function_that_exits_with_zero_has_succeeded_without_a_result(
-    code: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_context_per_thread(monkeypatch)
-    enter_group(FakeFabric(1).group(0))
-    program = FunctionProgram(sys.exit, (code,))
-    with patch.dict(os.environ), pytest.raises(SystemExit, match="3") if code else nullcontext():
-        outcome = run_program(program)
+def test_a_function_that_exits_with_zero_has_succeeded_without_a_result(code: int | None) -> None:
+    with pytest.raises(SystemExit, match="3") if code else nullcontext():
+        outcome = run_program(FunctionProgram(sys.exit, (code,)))
         assert isinstance(outcome, Completed)
         assert decode_result(outcome.result, 0) is None
 
 
-def test_collectives_that_do_not_match_get_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_that_do_not_match_get_a_sentence() -> None:
     """They end the job: another world would not help."""
 
     def reduce_mismatched() -> None:
         raise MismatchError((1,), "rank 1 has other sizes")
 
-    use_context_per_thread(monkeypatch)
-    enter_group(FakeFabric(1).group(0))
-    with patch.dict(os.environ), pytest.raises(InvalidInput, match="collectives do not match: rank 1 has"):
+    with pytest.raises(InvalidInput, match="collectives do not match: rank 1 has"):
         run_program(FunctionProgram(reduce_mismatched))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_collectives import Endpoint
+from spark_elastic.clock import SystemClock
 from spark_elastic.errors import DriverUnreachable
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
@@ -23,16 +24,28 @@ from spark_elastic.protocol.types import (
     Fence,
     Phase,
     Position,
+    SlotId,
+    WorkerId,
+    WorkerIdentity,
     World,
     WorldView,
 )
 from spark_elastic.rendezvous.messages import GetValues, Report, Values, WatchWorker, WorkerUpdate
 from spark_elastic.worker.context import WaitRecorder, WorkerContext, set_context
-from spark_elastic.worker.loop import GroupConnector
+from spark_elastic.worker.loop import DriverWatch, GroupConnector, WorkerLoop
 from spark_elastic.worker.program import Completed, WorkerExit, WorkerHandle
 from tests.unit.ops.workers import use_context_per_thread
 from tests.unit.protocol.driver_bench import make_world
-from tests.unit.worker.loops import build_loop
+
+
+def build_loop(program: Any = None, driver: Any = None) -> WorkerLoop:
+    """Its watch is not started."""
+    driver = driver or SimpleNamespace()
+    identity, clock = WorkerIdentity(worker=WorkerId("1-0.1"), slot=SlotId("1-0")), SystemClock()
+    watch = DriverWatch(identity.worker, driver, clock, 30.0)
+    endpoint: Any = SimpleNamespace(address="127.0.0.1:7000")
+    groups = GroupConnector(endpoint, 5.0, WaitRecorder())
+    return WorkerLoop(identity, program, driver, clock, watch, groups)
 
 
 def _world(generation: int) -> WorldView:
@@ -102,10 +115,8 @@ def test_r21_a_newcomer_that_returns_before_the_loop_is_refused(monkeypatch: pyt
         loop.groups = GroupConnector(endpoint, 5.0, WaitRecorder())
         assert loop.run() == 1
     assert [type(request) for request in asked] == [GetValues, WorkerRaised]
-    assert (
-        "the function returned before its elastic loop, in which the other workers train"
-        in asked[1].traceback
-    )
+    told = "the function returned before its elastic loop, in which the other workers train"
+    assert told in asked[1].traceback
 
 
 def _run_program(raised: BaseException | None) -> on.WorkerEvent:
@@ -156,32 +167,21 @@ def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.Monke
 
     driver: Any = SimpleNamespace(ask=ask, last_answered_at=lambda: 0.0)
     loop = build_loop(driver=driver)
-    reporter = loop.reporter
-    reporter.start()
+    loop.watch.start(loop.handle_event)
     loop._handle.report_metrics({"val_loss": 0.5})
     loop._execute(do.Ask("", WorkerDone("1-0.1", Fence(1, 1), START, "result")))
-    reporter.close()
+    loop.watch.close()
     over.set()
     assert heard == [{"val_loss": 0.5}, WorkerDone]
 
 
-def test_r12_the_main_thread_ends_the_worker_when_the_driver_does_not_answer() -> None:
+def test_r12_a_silent_driver_ends_the_worker_and_does_not_hide_an_exception_of_user_code() -> None:
     """The main thread, which waits for a world, may time out before the watching thread does."""
 
     def ask(*what: Any) -> NextWorld:
         raise DriverUnreachable("The driver does not answer.")
 
     driver: Any = SimpleNamespace(ask=ask)
-    program: Any = SimpleNamespace(close=lambda: None)
-    loop = build_loop(program, driver)
-    assert loop.run() == DRIVER_SILENT_EXIT_CODE
-
-
-def test_r12_a_silent_driver_does_not_hide_an_exception_of_user_code() -> None:
-    def raise_unreachable(*what: Any) -> None:
-        raise DriverUnreachable("The driver does not answer.")
-
-    driver: Any = SimpleNamespace(ask=raise_unreachable)
-    loop = build_loop(driver=driver)
+    assert build_loop(SimpleNamespace(close=lambda: None), driver).run() == DRIVER_SILENT_EXIT_CODE
     raised = UserRaised(0.0, "f", "Traceback: the user's\n")
-    assert loop._advance(raised) == Exit("user code raised", 1)
+    assert build_loop(driver=driver)._advance(raised) == Exit("user code raised", 1)

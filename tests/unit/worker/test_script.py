@@ -35,9 +35,7 @@ def test_a_script_runs_on_a_host_that_does_not_have_it(tmp_path: Path) -> None:
     assert not Path(told()).exists()
 
 
-def test_a_linked_script_imports_modules_beside_the_file_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_linked_script_imports_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "neighbour_of_a_linked_script", raising=False)
     own, link = tmp_path / "own", tmp_path / "train.py"
     own.mkdir()
@@ -72,8 +70,6 @@ def test_a_script_with_a_nonzero_exit_code_raises(tmp_path: Path) -> None:
 def test_a_script_may_change_the_module_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "train.py"
-    path.write_text("import sys\ndel sys.path[0]\n")
-    Script.read(str(path))()
     path.write_text("import sys\ndel sys.path[0]\nraise KeyError('the reason')\n")
     with pytest.raises(KeyError, match="the reason"):
         Script.read(str(path))()
@@ -104,9 +100,5 @@ def test_a_free_port_is_in_its_range_and_no_process_listens_on_it(address: str) 
         port = busy.getsockname()[1]
         assert find_free_port("127.0.0.1", (port, port)) == 0
         assert find_free_port(address, (port + 1, port + 50)) in range(port + 1, port + 51)
-
-
-def test_ports_for_process_groups_are_outside_the_range_of_outgoing_connections() -> None:
-    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    assert PORTS[1] < int(first)
-    assert find_free_port("127.0.0.1", PORTS) in range(PORTS[0], PORTS[1] + 1)
+    outgoing, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert PORTS[1] < int(outgoing)

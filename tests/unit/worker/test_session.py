@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import spark_elastic
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.session import get_session
-from spark_elastic.runs.checkpoint import CHECKPOINTER
 from spark_elastic.worker.context import WorkerContext, set_context
 
 
@@ -40,20 +40,19 @@ def test_reported_numbers_stay_when_a_commit_is_reported(told: list[Any]) -> Non
         {"loss": 0.25, "epoch": 2, "converged": 1.0, "world": 3, "step": 7},
     ]
     assert type(told[0]["converged"]) is float, "JSON's true is no number for the status page"
-
-
-def test_a_loss_is_reported_without_its_graph(told: list[Any]) -> None:
-    torch = pytest.importorskip("torch")
-    spark_elastic.report(loss=torch.tensor(0.5, requires_grad=True))  # a warning would be an error
-    assert told == [{"loss": 0.5, "world": 3}]
-
-
-def test_the_seconds_that_checkpoints_took_are_reported_with_each_commit(told: list[Any]) -> None:
-    session = get_session()
-    assert session is not None
-    session.process_values[CHECKPOINTER] = SimpleNamespace(stall_seconds=0.5)
-    session.report_commit(7)
-    assert told == [{"step": 7, "world": 3, "checkpoint_seconds": 0.5}]
+    session.checkpointer = SimpleNamespace(stall_seconds=0.5)  # type: ignore[assignment]
+    spark_elastic.report(
+        loss=torch.tensor(0.5, requires_grad=True)
+    )  # a warning of its graph would be an error
+    session.report_commit(8)
+    assert told[-1] == {
+        "loss": 0.5,
+        "epoch": 2,
+        "converged": 1.0,
+        "world": 3,
+        "step": 8,
+        "checkpoint_seconds": 0.5,
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,24 +64,14 @@ def test_the_seconds_that_checkpoints_took_are_reported_with_each_commit(told: l
         ({"epoch": np.float32("-inf")}, "takes a finite epoch, not -inf"),
     ],
 )
-def test_report_refuses_values_that_are_no_numbers_and_reserved_names(
-    given: dict[str, Any], says: str
-) -> None:
+def test_report_refuses_what_is_no_number_and_reserved_names(given: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         spark_elastic.report(**given)
 
 
-def test_report_does_nothing_in_a_process_that_is_no_worker() -> None:
-    spark_elastic.report(loss=0.5)
-
-
-@pytest.fixture
-def worker() -> Iterator[None]:
-    yield
+def test_a_process_that_is_no_worker_reports_nothing_and_has_no_resources(told: list[Any]) -> None:
     set_context(None)
-
-
-def test_task_resources_are_those_of_the_workers_slot(worker: None) -> None:
-    assert spark_elastic.task_resources() == {}
+    spark_elastic.report(loss=0.5)
+    assert (told, spark_elastic.task_resources()) == ([], {})
     set_context(WorkerContext("w", resources={"gpu": ("2",)}))
     assert spark_elastic.task_resources() == {"gpu": ("2",)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from typing import Any
 
 import keras
@@ -60,11 +59,6 @@ def test_a_trained_model_is_compiled_as_the_user_compiled_it() -> None:
     np.testing.assert_allclose(fitted.get_weights()[0], user.get_weights()[0], rtol=1e-6)
 
 
-def test_loading_leaves_keras_default_dtype_as_it_is() -> None:
-    Archive(save_model(net()), Archive.of(net()).custom, "float64").load()
-    assert keras.config.floatx() == "float32"
-
-
 def test_a_worker_whose_keras_runs_on_another_backend_says_what_to_set(monkeypatch: Any) -> None:
     archive = Archive.of(net())
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
@@ -105,9 +99,7 @@ def test_a_layer_with_adapters_still_learns() -> None:
     not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras has no ScheduleFreeAdamW"
 )
 @pytest.mark.parametrize(("steps", "adapts"), [(0, False), (0, True), (2, False)])
-def test_an_optimizer_that_keeps_a_copy_of_the_weights_has_that_of_the_loaded_ones(
-    steps: int, adapts: bool
-) -> None:
+def test_an_optimizer_that_keeps_a_copy_of_weights_has_that_of_the_loaded(steps: int, adapts: bool) -> None:
     model = net()
     if adapts:
         model.layers[0].enable_lora(1)
@@ -119,20 +111,6 @@ def test_an_optimizer_that_keeps_a_copy_of_the_weights_has_that_of_the_loaded_on
     model.optimizer.build(model.trainable_variables)
     for ours, theirs in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_warnings_of_keras_reach_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    archive, load = Archive.of(net()), keras.saving.load_model
-
-    def warn_and_load(*args: Any, **how: Any) -> Any:
-        warnings.warn("of the file", UserWarning, stacklevel=1)
-        return load(*args, **how)
-
-    monkeypatch.setattr(keras.saving, "load_model", warn_and_load)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        archive.load()
-    assert "of the file" in [str(each.message) for each in caught]
 
 
 class Halved(keras.optimizers.schedules.LearningRateSchedule):

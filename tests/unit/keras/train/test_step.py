@@ -143,32 +143,6 @@ def test_several_passes_of_a_step_count_as_one(passes: int) -> None:
     assert passes > 1 or np.allclose(variance, whole_variance)
 
 
-class Seen(keras.layers.Layer):
-    """Writes its state even if it is frozen; its weight it leaves alone."""
-
-    def build(self, shape: Any) -> None:
-        self.factor = self.add_weight(shape=(), name="factor", initializer="ones")
-        self.mean = self.add_weight(shape=(), trainable=False, name="mean", initializer="zeros")
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        if training:
-            self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(x))
-        return x * self.factor
-
-
-def test_the_state_of_a_frozen_layer_of_the_user_counts_too() -> None:
-    model = keras.Sequential([keras.Input((3,)), Seen(), keras.layers.BatchNormalization()])
-    model.trainable = False
-    stats = RunningStats(model)
-    assert [variable.name for variable in stats.variables] == ["mean"]
-    stats.begin(1)
-    model(FEW, training=True)
-    stats.end_pass(0.5)
-    assert model.layers[0].mean.numpy() == 0
-    (change,) = stats.take_changes(ALONE)
-    assert change == pytest.approx(0.05 * FEW.mean())
-
-
 @pytest.mark.parametrize(
     ("layer", "named"),
     [
@@ -291,9 +265,7 @@ def run_in_world(size: int, work: Callable[[Group], Any]) -> list[Any]:
 
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize(("size", "weighted", "eager"), [(1, False, False), (7, True, True)])
-def test_r08_r09_the_loss_of_a_step_is_that_of_one_process_in_any_world(
-    size: int, weighted: bool, eager: bool
-) -> None:
+def test_r08_r09_any_world_has_the_loss_of_one_process(size: int, weighted: bool, eager: bool) -> None:
     """7 ranks for 6 rows: one has none."""
     trainees = [Trainee(build(eager=eager, scale=64.0), weighted) for _ in range(size)]
     plain = build(eager=True)

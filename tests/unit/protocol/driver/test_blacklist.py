@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -27,20 +28,7 @@ def test_cooldowns_double_from_the_lower_to_the_upper_limit() -> None:
     assert compute_cooldown("h", 3, 2.0, 30.0) == delays[2]
     assert compute_cooldown("g", 3, 2.0, 30.0) != delays[2]
     assert compute_cooldown("h", 10_000, 2.0, 30.0) == 30.0
-    assert (
-        compute_cooldown("h", 1, math.inf, math.inf)
-        == compute_cooldown("h", 5, math.inf, math.inf)
-        == math.inf
-    )
-
-
-def test_one_blacklisted_slot_of_several_leaves_its_host_in_use() -> None:
-    failed = _fail(_fail(Blacklist(), "1-0", 0.0), "1-0", 1.0)
-    assert failed.find_host_return("h", 1.0) is None
-    assert failed.find_slot_return("1-0", "h", 2.0) is not None
-    assert failed.find_slot_return("2-0", "h", 2.0) is None
-    only = _fail(Blacklist(), "1-0", 5.0, slots=1)
-    assert [only.find_host_return("h", now) for now in (5.0, 7.0)] == [7.0, None]
+    assert [compute_cooldown("h", count, math.inf, math.inf) for count in (1, 5)] == [math.inf] * 2
 
 
 @pytest.mark.parametrize(
@@ -91,7 +79,8 @@ def test_a_host_with_a_long_cooldown_releases_its_slots_and_gets_none() -> None:
     assert "7-0" in bench.state.slots
 
 
-def test_members_on_a_blacklisted_host_stay_in_their_world() -> None:
+@pytest.mark.scenario("U1")
+def test_a_host_two_of_whose_slots_failed_is_given_back_but_for_members_of_the_world() -> None:
     bench = Bench(cooldown_range=(20.0, 60.0))
     for job in (1, 2, 3):
         bench.slot(job, "big")
@@ -99,7 +88,9 @@ def test_members_on_a_blacklisted_host_stay_in_their_world() -> None:
     bench.start_warm(4)
     bench.form()
     _crash(bench, 1)
+    assert not bench.released
     _crash(bench, 2)
+    assert set(bench.released) == {"1-0", "2-0"}
     assert bench.state.blacklist.find_host_return("big", bench.now) is not None
     bench.regroup(3, name(3), name(4))
     assert bench.members() == [name(3), name(4)]
@@ -134,24 +125,15 @@ def test_a_slot_whose_workers_are_killed_before_they_take_part_is_to_blame() -> 
     assert "ended so in a row before they took part" in bench.end.detail
 
 
-def test_all_hosts_blacklisted_for_longer_than_the_job_waits_end_it_at_once() -> None:
-    bench = Bench.running(1, 2, 3, 4, start_timeout=10.0, cooldown_range=(math.inf, math.inf))
-    for job in (1, 2, 3, 4):
-        _crash(bench, job)
-    bench.wait(0.1)
-    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
-    assert "all hosts are blacklisted" in bench.end.reason
-    assert "h1, h2, h3, h4; the first returns never" in bench.end.reason
-    assert bench.now < 11.0 + bench.limits.gather_timeout
-
-
-def test_all_machines_that_discovery_names_blacklisted_end_the_job_at_once() -> None:
+@pytest.mark.parametrize("machines", [None, (("m1", 2), ("m2", 1))])
+def test_all_hosts_blacklisted_for_longer_than_the_job_waits_end_it_at_once(machines: Any) -> None:
     """Discovery lists machines, and hosts are executors: two on the first, one on the second."""
-    bench = Bench(num_workers=3, start_timeout=600.0, cooldown_range=(math.inf, math.inf))
-    bench.on(on.HostsDiscovered(0, (("m1", 2), ("m2", 1))))
+    bench = Bench(num_workers=3, max_workers=3, start_timeout=600.0, cooldown_range=(math.inf, math.inf))
+    bench.on(on.HostsDiscovered(0, machines))
     for job, machine in ((1, "m1"), (2, "m1"), (3, "m2")):
         bench.on(RegisterSlot(SlotId(f"{job}-0"), str(job), job, machine))
-        bench.start_warm(job)
+        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job)))
+        bench.join(name(job))
     bench.form()
     for job in (1, 2):
         _crash(bench, job)
@@ -159,8 +141,8 @@ def test_all_machines_that_discovery_names_blacklisted_end_the_job_at_once() -> 
     assert not bench.find_commands(End)
     _crash(bench, 3)
     bench.wait(0.1)
-    assert bench.end.outcome is JobOutcome.NOT_ENOUGH_WORKERS
-    assert "all hosts are blacklisted since their workers failed: 1, 2, 3" in bench.end.reason
+    said = "all hosts are blacklisted since their workers failed: 1, 2, 3; the first returns never"
+    bench.check_end(JobOutcome.NOT_ENOUGH_WORKERS, said)
 
 
 @pytest.mark.parametrize("left", ["host", "machine"])

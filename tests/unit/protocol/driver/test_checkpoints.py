@@ -7,21 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from spark_elastic.protocol import events as on
+from spark_elastic.protocol import messages as said
 from spark_elastic.protocol.commands import PublishCheckpoint, PublishWorld
-from spark_elastic.protocol.messages import (
-    CheckpointStoreFull,
-    CheckpointWritten,
-    DriverMessage,
-    Heartbeat,
-    RegisterSlot,
-    RequestNextWorld,
-    WorkerDone,
-    WorkerExited,
-    WorkerRaised,
-    WorkerStarted,
-    WorkerStraggles,
-    WorldFormed,
-)
 from spark_elastic.protocol.types import KEPT, Checkpoint, Fence, SlotId
 from tests.unit.protocol.driver_bench import FOUR, Bench, at, name
 
@@ -31,7 +18,7 @@ def checkpoint(step: int, generation: int = 1, attempt: int = 1) -> Checkpoint:
 
 
 def report_written(bench: Bench, step: int, generation: int = 1, attempt: int = 1) -> None:
-    bench.on(CheckpointWritten(name(1), checkpoint(step, generation, attempt)))
+    bench.on(said.CheckpointWritten(name(1), checkpoint(step, generation, attempt)))
 
 
 def start_running() -> Bench:
@@ -57,27 +44,27 @@ WORLD = Fence(1, 1)
 @pytest.mark.parametrize(
     "message",
     [
-        CheckpointStoreFull(name(1), 2),
-        CheckpointStoreFull(name(2), 1),
-        CheckpointWritten(name(1), checkpoint(9)),
-        Heartbeat(SLOT, name(2), "S"),
-        RegisterSlot(SlotId("2-1"), "h9", 2),
-        RegisterSlot(SlotId("2-1"), "h9", 2, unfit="it has no GPU"),
-        RequestNextWorld(name(2), WORLD, at(9), (name(3),), "its group broke"),
-        WorkerDone(name(1), WORLD, at(9), "result"),
-        WorkerExited(SLOT, name(2), -9),
-        WorkerExited(SLOT, name(2), -11, "killed by signal 11", crashed_at="f"),
-        WorkerRaised(name(2), WORLD, at(3), "print", "ValueError: wrong"),
-        WorkerStarted(SLOT, name(2, 2)),
-        WorkerStraggles(name(2), WORLD, "slow"),
-        WorldFormed(name(2), WORLD),
+        said.CheckpointStoreFull(name(1), 2),
+        said.CheckpointStoreFull(name(2), 1),
+        said.CheckpointWritten(name(1), checkpoint(9)),
+        said.Heartbeat(SLOT, name(2), "S"),
+        said.RegisterSlot(SlotId("2-1"), "h9", 2),
+        said.RegisterSlot(SlotId("2-1"), "h9", 2, unfit="it has no GPU"),
+        said.RequestNextWorld(name(2), WORLD, at(9), (name(3),), "its group broke"),
+        said.WorkerDone(name(1), WORLD, at(9), "result"),
+        said.WorkerExited(SLOT, name(2), -9),
+        said.WorkerExited(SLOT, name(2), -11, "killed by signal 11", crashed_at="f"),
+        said.WorkerRaised(name(2), WORLD, at(3), "print", "ValueError: wrong"),
+        said.WorkerStarted(SLOT, name(2, 2)),
+        said.WorkerStraggles(name(2), WORLD, "slow"),
+        said.WorldFormed(name(2), WORLD),
     ],
 )
-def test_a_message_that_comes_twice_counts_once(message: DriverMessage) -> None:
+def test_a_message_that_comes_twice_counts_once(message: said.DriverMessage) -> None:
     bench = Bench.running(1, 2, 3, 4, checkpoints_kept=4)
     for step in (1, 3, 6, 7):
         report_written(bench, step)
-    bench.on(CheckpointStoreFull(name(1), 1))
+    bench.on(said.CheckpointStoreFull(name(1), 1))
     assert len(bench.state.checkpoints) == 3
     bench.on(message)
     once = bench.state
@@ -127,8 +114,8 @@ def test_r23_a_newer_kept_commit_counts(kept: dict[int, Checkpoint], source: int
         bench.exit(name(job), -9)
         bench.on(on.LaunchEnded(bench.now, job, "its task ended"))
     for job in (5, 6, 7, 8):
-        bench.on(RegisterSlot(SlotId(f"{job}-0"), f"h{job}", job, kept=kept.get(job - 4)))
-        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job)))
+        bench.on(said.RegisterSlot(SlotId(f"{job}-0"), f"h{job}", job, kept=kept.get(job - 4)))
+        bench.on(said.WorkerStarted(SlotId(f"{job}-0"), name(job)))
         bench.join(name(job))
     world = bench.find_commands(PublishWorld)[-1].world
     assert [each.position.step for each in world.resume] == steps
@@ -142,7 +129,7 @@ def test_r23_slots_that_outlive_their_workers_tell_what_their_host_has_kept_sinc
     for job in (1, 2, 3, 4):
         bench.exit(name(job), -9)
         kept = keep(8, generation=1) if job == 3 else None
-        bench.on(WorkerStarted(SlotId(f"{job}-0"), name(job, 2), kept))
+        bench.on(said.WorkerStarted(SlotId(f"{job}-0"), name(job, 2), kept))
         bench.join(name(job, 2))
     world = bench.find_commands(PublishWorld)[-1].world
     assert ([each.position.step for each in world.resume], world.source) == ([8, 3], 2)
@@ -155,7 +142,7 @@ def test_r18_the_driver_waits_for_old_members_that_may_live() -> None:
     for _ in range(12):
         bench.wait(0.5)
         for job in (1, 2, 3, 4):
-            bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "T"))
+            bench.on(said.Heartbeat(SlotId(f"{job}-0"), name(job), "T"))
     assert not bench.state.workers
     for job in (1, 2, 3):
         bench.exit(name(job), -9)

@@ -47,16 +47,6 @@ def test_r13_an_exception_of_every_member_ends_the_job_with_the_first() -> None:
     assert "all 3 workers of world 1 raised" in bench.end.reason
 
 
-def test_exceptions_that_follow_a_lost_peer_are_one_failure_and_blame_no_slot() -> None:
-    """As functions do whose ranks talk over torch.distributed: each with the address of the peer in its message."""
-    bench = Bench.running(1, 2, 3, 4, failure_budget=1, all_results=True)
-    bench.exit(name(2), -9)
-    for job in (1, 3, 4):
-        _raise(bench, name(job), f"connection {job} closed by peer", step=0)
-    assert not bench.find_commands(End)
-    assert not bench.state.blacklist
-
-
 def _kill_worker(bench: Bench, world: int) -> None:
     bench.exit(name(3, world), -9)
     bench.restart(name(3, world + 1))
@@ -138,9 +128,9 @@ def test_memory_that_runs_out_again_and_again_ends_the_job_with_the_setting_to_r
         assert not bench.find_commands(End)
         bench.on(WorkerStarted(name(2, started).slot, name(2, started)))
         bench.on(event)
-    assert bench.end.outcome is JobOutcome.OUT_OF_MEMORY
-    assert "ran out of memory 3 times within 100 s" in bench.end.reason
-    assert "spark.executor.memoryOverhead" in bench.end.reason
+    bench.check_end(
+        JobOutcome.OUT_OF_MEMORY, "ran out of memory 3 times within 100 s", "spark.executor.memoryOverhead"
+    )
 
 
 @pytest.mark.scenario("U1")
@@ -203,10 +193,12 @@ def test_r13_worlds_without_progress_end_the_job_with_the_workers_own_reason(ste
         _break_in_vain(bench, step)
         assert not bench.find_commands(End)
     _break_in_vain(bench, step)
-    assert bench.end.outcome is JobOutcome.USER_ERROR
-    assert f"3 worlds in a row, up to world {before + 3}" in bench.end.reason
-    assert f"broke at {format_position(None if step is None else at(step))} although" in bench.end.reason
-    assert "'loss' waited too long for rank(s) 1" in bench.end.reason
+    bench.check_end(
+        JobOutcome.USER_ERROR,
+        f"3 worlds in a row, up to world {before + 3}",
+        f"broke at {format_position(None if step is None else at(step))} although",
+        "'loss' waited too long for rank(s) 1",
+    )
 
 
 def test_progress_a_loss_and_a_newcomer_each_restart_the_count_of_worlds_without_progress() -> None:

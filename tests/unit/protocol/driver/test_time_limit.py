@@ -54,9 +54,7 @@ def test_after_a_planned_change_that_comes_late_the_next_world_learns_that_the_t
     bench.wait(1.0, heartbeats_of=[1, 2, 3])
     assert not bench.find_commands(AnnounceChange)[-1].version.job_ends
     bench.wait(3.0, heartbeats_of=[1, 2, 3])
-    assert bench.find_commands(AnnounceChange)[-1].version.job_ends, (
-        "a boundary that is not yet reached may be the last"
-    )
+    assert bench.find_commands(AnnounceChange)[-1].version.job_ends, "the next boundary may be the last"
     bench.stop_planned(50, name(1), name(2))  # the announcement may still have been on its way
     assert bench.members() == [name(1), name(2), name(3)]
     _check_planned_end(bench, 51, 1, 2, 3)

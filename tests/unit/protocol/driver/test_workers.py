@@ -123,10 +123,8 @@ def test_r13_a_code_that_the_function_chose_is_an_exception(code: int, outcome: 
     bench.form()
     bench.exit(newcomer, code)
     assert [end.outcome for end in bench.find_commands(do.End)] == ([outcome] if outcome else [])
-    assert (
-        not outcome
-        or f"{newcomer} ended in world 2 with exit code {code}, as worker {name(2)} " in bench.end.reason
-    )
+    said = f"{newcomer} ended in world 2 with exit code {code}, as worker {name(2)} "
+    assert not outcome or said in bench.end.reason
 
 
 def test_a_worker_that_raised_is_not_killed_while_its_process_ends() -> None:

@@ -88,5 +88,5 @@ def test_a_store_that_cannot_remove_what_was_written_does_not_hide_the_error(
     monkeypatch.setattr(materialize, "describe_jobs", lambda *_: nullcontext())
     target = _Target(Store.open("memory://rows"), "data", "", WriteOptions())
     with pytest.raises(InvalidInput, match="has NaN"):
-        materialize._write_and_publish(MagicMock(), {}, target, None, [])
+        materialize._write_and_publish(MagicMock(), {}, target, [])
     assert caplog.messages == ["Cannot delete 'data' in the store. Remove it by hand."]

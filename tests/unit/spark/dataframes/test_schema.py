@@ -25,6 +25,8 @@ from spark_elastic.estimators.dataframes.schema import (
     compute_row_bytes,
     find_column_type,
 )
+from spark_elastic.training.fit_config import DataConfig
+from tests.fit_configs import make_config
 
 SCHEMA = (
     StructType()
@@ -47,25 +49,28 @@ def test_a_rows_bytes_are_known_where_all_rows_have_as_many(names: list[str], si
     assert compute_row_bytes(find_column_type(SCHEMA, name, transformed=True) for name in names) == size
 
 
+def ask(features: list[str], labels: list[str], weight: str | None = None) -> DataConfig:
+    return make_config(feature_cols=features, label_cols=labels, sample_weight_col=weight).data
+
+
 def test_supported_columns_are_accepted() -> None:
-    check_columns(SCHEMA, ["x", "v"], ["y"], sample_weight_col="y")
+    check_columns(SCHEMA, ask(["x", "v"], ["y"], "y"))
     assert find_column_type(SCHEMA, "x") == ColumnType("float32", 2, vector=False)
     assert find_column_type(SCHEMA, "v") == ColumnType("float32", 1, vector=True)
     assert find_column_type(SCHEMA, "price") == ColumnType("float64", 0, cast="double")
 
 
 def test_a_transformation_accepts_columns_of_other_types() -> None:
-    check_columns(SCHEMA, ["image", "day", "name", "tags"], ["y"], transformed=True)
+    check_columns(SCHEMA, ask(["image", "day", "name", "tags"], ["y"]), transformed=True)
     assert find_column_type(SCHEMA, "day", transformed=True).dtype == "datetime64[D]"
     assert find_column_type(SCHEMA, "tags", transformed=True) == ColumnType("object", 1)
     with pytest.raises(InvalidInput, match=r"weight column 'day'.*one number"):
-        check_columns(SCHEMA, ["x"], ["y"], sample_weight_col="day", transformed=True)
+        check_columns(SCHEMA, ask(["x"], ["y"], "day"), transformed=True)
 
 
 @pytest.mark.parametrize(
     ("features", "labels", "weight", "says"),
     [
-        ([], ["y"], None, "feature_cols is empty"),
         (["z"], ["y"], None, r"no feature column 'z': the DataFrame has the columns \['x', 'v', 'y'"),
         (["x"], ["label"], None, "no label column 'label'"),
         (["x"], ["y"], "w", "no sample weight column 'w'"),
@@ -80,7 +85,7 @@ def test_bad_columns_are_one_sentence(
     features: list[str], labels: list[str], weight: str | None, says: str
 ) -> None:
     with pytest.raises(InvalidInput, match=says):
-        check_columns(SCHEMA, features, labels, weight)
+        check_columns(SCHEMA, ask(features, labels, weight))
 
 
 @pytest.mark.parametrize("name", ["held_out", "y", "price"])
@@ -109,7 +114,7 @@ def test_an_unknown_column_of_a_wide_table_gets_the_nearest_names() -> None:
     names = ["price", *(f"c{number}" for number in range(300))]
     schema = types.StructType([types.StructField(name, types.DoubleType()) for name in names])
     with pytest.raises(InvalidInput) as error:
-        check_columns(schema, ["prices"], ["c1"])
+        check_columns(schema, ask(["prices"], ["c1"]))
     assert str(error.value) == (
         "There is no feature column 'prices': the DataFrame has 301 columns, of which the nearest are ['price']."
     )

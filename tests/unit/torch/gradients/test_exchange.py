@@ -7,17 +7,23 @@ import logging
 import math
 import threading
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from elastic_collectives import CollectiveTimeout, Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients import host_memory
+from spark_elastic.gradients.buckets import ALIGN, FIRST_BUCKET, ParameterSpec, build_buckets, hash_layout
 from spark_elastic.gradients.exchange import GradientExchange
+from spark_elastic.gradients.layout import BucketMemory, build_specs
 from spark_elastic.gradients.modes import HostMode, OneBucketMode
 from spark_elastic.gradients.reduction import ExchangeOptions, options_from_env
 from tests.unit.torch.worlds import run_in_world
@@ -74,27 +80,14 @@ def test_r07_ranks_agree_on_the_options_of_the_exchange(other: ExchangeOptions, 
 def test_r07_ranks_agree_once_in_each_world() -> None:
     gathered = []
 
-    class CountingGroup:
-        def __init__(self, group: Group) -> None:
-            self.group, self.rank, self.size, self.fence = group, group.rank, group.size, group.fence
-
-        def allgather(self, array: Any) -> Any:
-            gathered.append(self.fence)
-            return self.group.allgather(array)
-
-        def allreduce(self, array: Any, **how: Any) -> None:
-            self.group.allreduce(array, **how)
-
-        def buffer(self, nbytes: int) -> Any:
-            return self.group.buffer(nbytes)
-
     models = [nn.Linear(4, 3) for _ in range(2)]
     exchanges = [GradientExchange(model.named_parameters()) for model in models]
 
     def work(group: Group) -> None:
-        counting: Any = CountingGroup(group)
+        allgather = group.allgather
+        group.allgather = lambda array: gathered.append(group.fence) or allgather(array)  # type: ignore[method-assign,func-returns-value]
         for _ in range(3):
-            exchanges[group.rank].clear_and_begin(counting, 1)
+            exchanges[group.rank].clear_and_begin(group, 1)
             backward(models[group.rank], 4)
             exchanges[group.rank].finish()
 
@@ -152,10 +145,7 @@ KINDS = [(torch.float64, None), (torch.float16, None), *((torch.float32, w) for 
 def test_r06_messages_of_all_ranks_travel_with_the_only_bucket(dtype: torch.dtype, wire: str | None) -> None:
     """Of every byte; also where gradients are not finite. Between the worlds one process trains alone."""
     models = [nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype) for _ in range(3)]
-    how: dict[str, Any] = {
-        "options": ExchangeOptions(wire=wire),
-        "count_message_bytes": lambda count: MESSAGE,
-    }
+    how: Any = {"options": ExchangeOptions(wire=wire), "count_message_bytes": lambda count: MESSAGE}
     exchanges = [GradientExchange(model.named_parameters(), **how) for model in models]
 
     def work(group: Group) -> None:
@@ -195,9 +185,7 @@ def test_r06_messages_of_all_ranks_travel_with_the_only_bucket(dtype: torch.dtyp
         (ExchangeOptions(shares=4), False),
     ],
 )
-def test_r06_no_message_travels_with_buckets_unless_it_can_on_all_ranks(
-    options: ExchangeOptions, lacks_room: bool
-) -> None:
+def test_r06_messages_travel_on_all_ranks_or_on_none(options: ExchangeOptions, lacks_room: bool) -> None:
     def work(group: Group) -> tuple[bool, bool]:
         model = nn.Linear(5, 3)
         count = (1 << 20) if lacks_room and group.rank else MESSAGE
@@ -294,9 +282,7 @@ def step(group: Group, terms: ExchangeOptions, delays: tuple[float, ...] = (0.0,
             exchange.finish()
 
 
-def test_the_stall_check_names_parameters_and_missing_ranks_as_the_worlds(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_stall_check_names_parameters_and_ranks_of_the_world(caplog: pytest.LogCaptureFixture) -> None:
     def work(group: Group) -> None:
         if group.rank in (1, 3):
             step(group.subgroup(1, [1, 3]), ExchangeOptions(warn_after=2.5), (0.0, 3.5))
@@ -309,9 +295,7 @@ def test_the_stall_check_names_parameters_and_missing_ranks_as_the_worlds(
     assert line.endswith("for rank(s) 3, which have not sent theirs.")
 
 
-def test_gradients_fail_after_wait_at_most_and_later_collectives_have_the_usual_timeout(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_gradients_alone_fail_after_wait_at_most(caplog: pytest.LogCaptureFixture) -> None:
     def work(group: Group) -> None:
         step(group, ExchangeOptions(wait_at_most=0.5))
         if group.rank == 1:
@@ -340,3 +324,73 @@ def test_horovods_settings_hold_for_gradients(
         monkeypatch.setenv(f"HOROVOD_STALL_{name}", value)
     terms = options_from_env()
     assert (terms.warn_after, terms.wait_at_most) == found
+
+
+SHAPES = st.lists(st.integers(0, 1 << 11), max_size=2).map(tuple)
+DTYPES = st.sampled_from([("float32", 4), ("float64", 8)])
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[ParameterSpec]:
+    kinds = draw(st.lists(st.tuples(SHAPES, DTYPES), min_size=1, max_size=30))
+    return [ParameterSpec(f"p{i}", shape, *dtype) for i, (shape, dtype) in enumerate(kinds)]
+
+
+@given(models(), st.integers(1, 4 * FIRST_BUCKET))
+def test_r07_every_parameter_is_once_in_a_bucket_of_its_dtype(specs: list[ParameterSpec], size: int) -> None:
+    buckets = build_buckets(specs, size)
+    order = [part.index for bucket in buckets for part in bucket.slices]
+    assert order == list(reversed(range(len(specs))))
+    for number, bucket in enumerate(buckets):
+        end = 0
+        for part in bucket.slices:
+            spec = specs[part.index]
+            assert part.numel == spec.numel
+            assert spec.dtype == bucket.dtype
+            assert part.offset >= end
+            assert part.offset * spec.itemsize % ALIGN == 0
+            end = part.offset + part.numel
+        assert bucket.numel >= end
+        limit = FIRST_BUCKET if number == 0 else size
+        assert len(bucket.slices) == 1 or end * specs[bucket.slices[0].index].itemsize <= limit
+
+
+@given(models(), st.integers(1, 1 << 24))
+def test_r07_different_layouts_have_different_hashes(specs: list[ParameterSpec], size: int) -> None:
+    same = hash_layout(specs, size)
+    assert same == hash_layout([replace(spec) for spec in specs], size)
+    assert same < 1 << 64
+    first = specs[0]
+    for change in ({"name": "q"}, {"shape": (*first.shape, 1)}, {"dtype": "int8"}):
+        other = replace(first, **change)  # type: ignore[arg-type]
+        assert hash_layout([other, *specs[1:]], size) != same
+    assert hash_layout(specs, size + 1) != same
+
+
+def test_the_first_bucket_is_small_so_that_it_is_sent_early() -> None:
+    specs = [ParameterSpec(f"p{i}", (1 << 16,), "float32", 4) for i in range(64)]
+    first, second, *_ = build_buckets(specs, 1 << 22)
+    assert first.numel * 4 == FIRST_BUCKET
+    assert second.numel * 4 == 1 << 22
+
+
+class Memory:
+    """What a `BucketMemory` asks of a group when it is made."""
+
+    def buffer(self, nbytes: int) -> Any:
+        return np.zeros(nbytes, np.uint8)
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 0), ("meta", 1)])
+def test_exchange_of_gpu_gradients_through_the_host_is_logged_once(
+    device: str, times: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Memory()
+    host_memory.warn_about_gpus.cache_clear()
+    parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    buckets = build_buckets(build_specs(["a", "b"], parameters), bucket_bytes=1)
+    for _ in range(2):  # in the next world, too, it is known
+        BucketMemory(parameters, buckets, group)  # type: ignore[arg-type]
+    assert len(buckets) == 2
+    told = [record.getMessage().partition(",")[0] for record in caplog.records]
+    assert told == ["tensors of GPUs are exchanged through the host"] * times

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_collectives import Group
+import spark_elastic.torch as hvd
+from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, add_process_set
 from spark_elastic.handwritten.torch_state import OptimizerStateHandler
@@ -18,12 +20,16 @@ from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use, get
 from spark_elastic.torch import Adasum, DistributedOptimizer, Sum, join
 from spark_elastic.worker.context import WaitRecorder, get_context, set_context
 from tests.fake_group import FakeFabric
-from tests.unit.ops.workers import enter_group, run_in_fake_world, use_context_per_thread
-from tests.unit.torch.worlds import run_in_world
+from tests.unit.ops.workers import enter_group, run_in_fake_world, run_on_engine, use_context_per_thread
+from tests.unit.torch.worlds import World
+
+
+@pytest.fixture(autouse=True)
+def threads_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_context_per_thread(monkeypatch)
 
 
 def test_a_wait_for_gradients_of_a_process_set_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_context_per_thread(monkeypatch)
     recorder, watched = WaitRecorder(), list[Group]()
     monkeypatch.setattr(recorder, "watch_group", lambda group: watched.append(group) or group)
 
@@ -47,8 +53,7 @@ def take_step(model: torch.nn.Module) -> None:
     optimizer.zero_grad()
 
 
-def test_an_unreferenced_optimizer_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_context_per_thread(monkeypatch)
+def test_an_unreferenced_optimizer_is_freed() -> None:
     model = torch.nn.Linear(3, 1, bias=False)
     for _ in range(2):
         take_step(model)
@@ -61,9 +66,8 @@ def test_an_unreferenced_optimizer_is_freed(monkeypatch: pytest.MonkeyPatch) -> 
     assert not get_optimizers_in_use()
 
 
-def test_an_optimizers_parameters_are_taken_on_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizers_parameters_are_taken_on_by_another() -> None:
     """Each function of a job makes its own; join goes by the one that is in use."""
-    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> tuple[float, int]:
         model = torch.nn.Linear(3, 1, bias=False)
@@ -81,14 +85,10 @@ def test_an_optimizers_parameters_are_taken_on_by_another(monkeypatch: pytest.Mo
     assert run_in_fake_world(2, work) == [(-2.5, 1), (-2.0, 1)]
 
 
-def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it() -> None:
     """Rank 0 lacks a gradient: what the first one has sent by then differs."""
-    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> list[float]:
-        enter_group(group)
         model, later, x = layers(), layers(), torch.ones(1, 4)
         first = make_optimizer(model)
         used = model if group.rank == 1 else [*model][:2]
@@ -101,10 +101,9 @@ def test_an_optimizer_made_behind_anothers_backward_does_not_step_before_it(
         before = model[0].weight.detach().clone()
         first.step()
         second.step()
-        close_engine()
         return [round(float((before - model[0].weight.detach()).mean()), 3)]
 
-    assert run_in_world(2, work) == [[2.0]] * 2
+    assert run_on_engine(2, work) == [[2.0]] * 2
 
 
 def layers() -> torch.nn.ModuleList:
@@ -118,12 +117,10 @@ def make_optimizer(model: torch.nn.Module, op: Any = Sum) -> Any:
 
 
 @pytest.mark.parametrize("adasum", [False, True], ids=["sums", "one by Adasum"])
-def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.MonkeyPatch, adasum: bool) -> None:
+def test_r07_two_optimizers_of_one_backward_keep_apart(adasum: bool) -> None:
     """One rank has no gradient for the first bucket of one of them, so that the other's are complete before it."""
-    use_context_per_thread(monkeypatch)
 
     def work(group: Group) -> list[float]:
-        enter_group(group)
         first, second = layers(), layers()
         optimizers = [make_optimizer(first), make_optimizer(second, Adasum if adasum else Sum)]
         parameters = [*first.parameters(), *second.parameters()]
@@ -133,19 +130,16 @@ def test_r07_two_optimizers_of_one_backward_keep_apart(monkeypatch: pytest.Monke
         (sum(100 * layer(x).sum() for layer in second) + sum(layer(x).sum() for layer in used)).backward()
         for optimizer in reversed(optimizers):
             optimizer.step()
-        close_engine()
         pairs = zip(before, parameters, strict=True)
         return [round(float((was - now.detach()).mean()), 3) for was, now in pairs]
 
     of_second = 100.0 if adasum else 200.0  # equal steps count once
-    assert run_in_world(2, work) == [[2.0, 2.0, 1.0, *[of_second] * 3]] * 2
+    assert run_on_engine(2, work) == [[2.0, 2.0, 1.0, *[of_second] * 3]] * 2
 
 
-def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_context_per_thread(monkeypatch)
+def test_the_buckets_of_one_optimizer_travel_during_backward() -> None:
 
     def work(group: Group) -> list[bool]:
-        enter_group(group)
         model, other = layers(), layers()
         optimizer, found = make_optimizer(model), []
         for together in (False, True, False):
@@ -154,23 +148,13 @@ def test_the_buckets_of_one_optimizer_travel_during_backward(monkeypatch: pytest
             found.append(optimizer._sync.exchange.mode.has_launched_buckets)
             optimizer.step()
             del second
-        close_engine()
         return found
 
-    assert run_in_world(2, work) == [[True, False, True]] * 2
+    assert run_on_engine(2, work) == [[True, False, True]] * 2
 
 
-def close_engine() -> None:
-    worker = get_context()
-    assert worker is not None
-    worker.group_context.collective_thread.close()
-
-
-def test_gradients_of_a_rank_outside_of_the_set_are_void_in_the_next_world(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_of_a_rank_outside_of_the_set_are_void_in_the_next_world() -> None:
     """It trains alone in both of them."""
-    use_context_per_thread(monkeypatch)
     enter_group(FakeFabric(3).group(2))
     model = torch.nn.Linear(3, 1)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters()), process_set=add_process_set([0, 1]))
@@ -180,3 +164,50 @@ def test_gradients_of_a_rank_outside_of_the_set_are_void_in_the_next_world(
     assert model.weight.grad is None
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+
+
+Exchange = Callable[[], object]
+
+
+def _operation(process_set: hvd.ProcessSet) -> Exchange:
+    return lambda: hvd.allreduce(torch.ones(1), process_set=process_set)
+
+
+def _step(op: Any) -> Callable[[hvd.ProcessSet], Exchange]:
+    def make_exchange(process_set: hvd.ProcessSet) -> Exchange:
+        weight = torch.nn.Parameter(torch.ones(3))
+        opt = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=0.1), [("weight", weight)], op=op, process_set=process_set
+        )
+
+        def step() -> None:
+            opt.zero_grad()
+            weight.sum().backward()
+            opt.step()
+
+        return step
+
+    return make_exchange
+
+
+def _find_error_of_rank_1(group: Group, make: Callable[[hvd.ProcessSet], Exchange]) -> CollectiveError | None:
+    hvd.init()
+    pair = hvd.add_process_set([1, 2])
+    if group.rank == 0:
+        return None
+    exchange = make(pair)
+    exchange()
+    if group.rank == 2:
+        group.close()
+        return None
+    with pytest.raises(CollectiveError) as broke:
+        exchange()
+    return broke.value
+
+
+@pytest.mark.parametrize("make", [_operation, _step(hvd.Sum), _step(hvd.Adasum)])
+def test_an_error_of_a_process_set_names_ranks_of_the_world(engine: World, make: Any) -> None:
+    _, error, _ = engine(3, lambda group: _find_error_of_rank_1(group, make))
+    assert error is not None
+    assert error.ranks == (2,)
+    assert "(counted among ranks 1, 2)" in error.reason

@@ -34,7 +34,7 @@ class ModuleLikeLightning(torch.nn.Linear):
 
 
 def take_step(model: torch.nn.Module, here: Position) -> Any:
-    objective = LightningLoss(False, TrainerPlan(max_epochs=4, num_training_batches=10))
+    objective = LightningLoss(False, TrainerPlan(max_epochs=4, num_training_batches=10), None, ())
     objective.begin(GROUP, SHARE, here)
     return objective(model, SHARE)
 
@@ -46,13 +46,14 @@ def test_a_module_sees_the_current_epoch_and_step(phase: Phase, global_step: int
 
     class ModuleAskingTrainer(ModuleLikeLightning):
         def training_step(self, batch: Any, number: int) -> Any:
-            told.append((number, self._trainer))
+            told.append((number, self._trainer, tree_map(lambda tensor: tensor * 2, batch)))
             return super().training_step(batch, number)
 
     model = ModuleAskingTrainer(2, 1).train(phase is Phase.TRAIN)
     vars(model)["_trainer"] = None
     take_step(model, Position(2, phase, 3))
-    ((number, trainer),) = told
+    ((number, trainer, (features, _)),) = told
+    assert torch.equal(features, 2 * SHARE.features[0]), "a batch is mapped as the tuple that it is"
     assert (number, trainer.current_epoch, trainer.global_step) == (3, 2, global_step)
     assert (trainer.max_epochs, trainer.estimated_stepping_batches) == (4, 40)
     assert (trainer.global_rank, trainer.local_rank, trainer.world_size) == (1, 3, 4)
@@ -64,20 +65,6 @@ def test_a_module_sees_the_current_epoch_and_step(phase: Phase, global_step: int
         match=r"self.trainer has no strategy here: no Trainer runs .* are current_epoch, estimated_stepping_batches",
     ):
         assert trainer.strategy
-
-
-def test_a_batch_is_mapped_as_the_tuple_that_it_is() -> None:
-    seen: list[Any] = []
-
-    class ModuleMappingBatch(ModuleLikeLightning):
-        def training_step(self, batch: Any, number: int) -> Any:
-            seen.append(tree_map(lambda tensor: tensor * 2, batch))
-            return super().training_step(batch, number)
-
-    take_step(ModuleMappingBatch(2, 1).train(), Position(0, Phase.TRAIN, 0))
-    ((features, labels),) = seen
-    assert torch.equal(features, 2 * SHARE.features[0])
-    assert torch.equal(labels, 2 * SHARE.labels[0])
 
 
 @pytest.mark.parametrize(
@@ -190,9 +177,7 @@ def chain_schedulers(optimizer: torch.optim.Optimizer) -> Any:
         (chain_schedulers, [0.05, 0.5, 0.5, 0.25]),
     ],
 )
-def test_a_schedule_made_beforehand_starts_from_the_rate_that_is_asked_for(
-    schedule: Any, expected: Any
-) -> None:
+def test_a_schedule_made_before_starts_from_the_rate_that_is_asked_for(schedule: Any, expected: Any) -> None:
     """Given, or multiplied."""
     for rate, times in ((0.5, 1), (None, 5)):
         optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
@@ -212,14 +197,12 @@ def test_a_schedule_that_is_advanced_every_few_epochs_is_refused() -> None:
     optimizer = sgd(net().parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     each = {"scheduler": schedule, "interval": "epoch", "frequency": 1}
-    for frequency in (1, 3):
-        settings = {"optimizer": optimizer, "lr_scheduler": each | {"frequency": frequency}}
-        model: Any = SimpleNamespace(configure_optimizers=lambda found=settings: found)
-        if frequency == 1:
-            assert len(build_optimizer(model, None, None)[1]) == 1
-        else:
-            with pytest.raises(InvalidInput, match="a scheduler with frequency=3"):
-                build_optimizer(model, None, None)
+    settings = {"optimizer": optimizer, "lr_scheduler": each}
+    model: Any = SimpleNamespace(configure_optimizers=lambda: settings)
+    assert len(build_optimizer(model, None, None)[1]) == 1
+    each["frequency"] = 3
+    with pytest.raises(InvalidInput, match="a scheduler with frequency=3"):
+        build_optimizer(model, None, None)
 
 
 def test_a_model_of_two_optimizers_is_refused() -> None:

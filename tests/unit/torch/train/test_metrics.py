@@ -83,10 +83,10 @@ class WrappingMetric(torch.nn.Module):
 STEPS = [([0.0, 2.0], [1.0, 1.0]), ([5.0], [1.0]), ([1.0, 1.0, 1.0], [0.0, 1.0, 3.0])]
 
 
-def count_step(metrics: Metrics, group: Group, step: tuple[list[float], list[float]]) -> None:
+def count_step(metrics: Metrics, group: Group, step: Any, kind: torch.dtype | None = None) -> None:
     """Rank 0 has the rows."""
     if group.rank == 0:
-        output, label = (torch.tensor(side) for side in step)
+        output, label = (torch.as_tensor(side, dtype=kind) for side in step)
         metrics.add(LossResult(torch.zeros(()), len(label), (output,)), (label,))
     metrics.gather(group)
     metrics.commit()
@@ -131,9 +131,7 @@ def test_a_loss_of_classes_as_a_metric_is_that_of_all_rows_of_the_epoch() -> Non
 
     def work(group: Group) -> Any:
         for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
-            metrics.add(LossResult(torch.zeros(()), 2, (output[rows],)), (label[rows],))
-            metrics.gather(group)
-            metrics.commit()
+            count_step(metrics, group, (output[rows], label[rows]))
         return metrics.results()
 
     assert run_in_world(1, work) == [{"own": pytest.approx(float(loss(output, label)))}]
@@ -144,10 +142,7 @@ def test_metrics_take_outputs_of_16_bits(kind: torch.dtype) -> None:
     metrics = Metrics(name_metrics([torch.nn.functional.l1_loss]), ["y"], logs=False)
 
     def work(group: Group) -> Any:
-        output, label = torch.zeros(2, dtype=kind), torch.ones(2, dtype=kind)
-        metrics.add(LossResult(torch.zeros(()), 2, (output,)), (label,))
-        metrics.gather(group)
-        metrics.commit()
+        count_step(metrics, group, ([0.0, 0.0], [1.0, 1.0]), kind)
         return metrics.results()
 
     assert run_in_world(1, work) == [{"l1_loss": 1.0}]
@@ -232,16 +227,6 @@ def test_metrics_of_the_installed_torchmetrics_work() -> None:
     assert column.results() == {"r2": 1.0}
 
 
-def test_a_run_may_be_resumed_with_other_metrics() -> None:
-    first, other = (Metrics({name: MeanDistance()}, ["y"], False) for name in ("near", "far"))
-    rows = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0])
-    first._update([rows[0]], [rows[1]])
-    other.load_state_dict(first.state_dict())
-    other.reset()
-    other._update([rows[0]], [rows[1]])
-    assert other.results() == {"far": 1.5}
-
-
 class Hits:
     """Its accumulators are its attributes."""
 
@@ -266,14 +251,17 @@ def mean_error(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     ("metric", "result"), [(MeanDistance(), 1.0), (Hits(), 1), (WrappingMetric(), 1.0), (mean_error, 1.0)]
 )
 def test_a_metric_of_another_class_under_the_same_name_begins_anew(metric: Any, result: float) -> None:
-    for former in (MeanDistance(), Hits(), WrappingMetric()):
-        if type(former) is type(metric):
+    """Or under another name."""
+    kinds = MeanDistance, Hits, WrappingMetric
+    for former, name in (*((kind(), "near") for kind in kinds), (Hits(), "far")):
+        if type(former) is type(metric) and name == "near":
             continue
-        first, other = (Metrics({"near": each}, ["y"], False) for each in (former, metric))
+        first, other = Metrics({name: former}, ["y"], False), Metrics({"near": metric}, ["y"], False)
         first._update([torch.tensor([5.0, 0.0])], [torch.tensor([0.0, 0.0])])
         other.load_state_dict(first.state_dict())
         other._update([torch.tensor([2.0, 0.0])], [torch.tensor([0.0, 0.0])])
         assert result in other.results().values()
+        other.reset()
 
 
 @pytest.mark.parametrize(
@@ -299,20 +287,6 @@ def test_a_metric_of_classes_names_the_column_of_a_wrong_one() -> None:
         metrics._update([torch.rand(1, 3)] * 2, [torch.tensor([1.0]), torch.tensor([0.5])])
 
 
-def measure_distance(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    return (output - label).abs().mean()
-
-
-class Curve:
-    """A metric object, whose `compute` may give a dict."""
-
-    def update(self, *arguments: Any) -> None: ...
-
-    def compute(self) -> Any: ...
-
-    def reset(self) -> None: ...
-
-
 class AddMetric(Callback):
     def on_epoch_end(self, training: Any, logs: Any) -> None:
         logs["gap"] = 1.0
@@ -322,11 +296,11 @@ def make_objects(*names: str, callbacks: tuple[Callback, ...] = (), losses: int 
     model = torch.nn.Linear(1, 1)
     found = tuple(EarlyStopping(name) for name in names)
     mse: tuple[Callable[..., torch.Tensor], ...] = (torch.nn.MSELoss(),) * losses
-    metrics = {"far": measure_distance, "curve": Curve()}
+    metrics = {"far": mean_error, "curve": WrappingMetric()}
     return TorchUserObjects(model, None, mse, metrics=metrics, callbacks=(*found, *callbacks), watched=names)
 
 
-HARMLESS = (BestWeights(), LearningRateSchedule(measure_distance))  # which add no number
+HARMLESS = (BestWeights(), LearningRateSchedule(mean_error))  # which add no number
 
 
 @pytest.mark.parametrize(
@@ -358,9 +332,7 @@ def test_metrics_that_callbacks_watch_must_exist(objects: Any, validates: bool, 
 
 
 @pytest.mark.parametrize(("patience", "ends_after"), [(0, 3), (1, 3), (2, 6)])
-def test_a_training_ends_after_as_many_epochs_without_progress_as_patience_says(
-    patience: int, ends_after: int
-) -> None:
+def test_a_training_ends_after_patience_epochs_without_progress(patience: int, ends_after: int) -> None:
     """Epochs that improve never end it."""
     stopping = EarlyStopping("loss", patience)
     model = torch.nn.Linear(1, 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,21 +17,30 @@ from torch import nn
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.exchange import GradientExchange
+from spark_elastic.gradients.generators import borrow_rng
 from spark_elastic.gradients.modes import OneBucketMode
 from spark_elastic.gradients.step_summary import count_summary_bytes
 from spark_elastic.protocol.types import START, MembershipVersion, Phase, Position
 from spark_elastic.training.batch import LocalBatch
+from spark_elastic.training.torch.loss import MultiOutputLoss
+from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.step import GradientScaling
 from spark_elastic.training.trainer import StepCall, defer_interrupts
-from tests.unit.torch.train.trainees import NEXT, ROWS, TrainedModel, X, Y, have_equal_values, train_plain
+from tests.unit.torch.train.trainees import (
+    NEXT,
+    ROWS,
+    TrainedModel,
+    X,
+    Y,
+    divide_rows,
+    have_equal_values,
+    take_steps,
+    train_plain,
+)
 from tests.unit.torch.worlds import run_in_world
 
 NET = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 NORMED = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-
-
-def divide_rows(group: Group) -> range:
-    return range(ROWS * group.rank // group.size, ROWS * (group.rank + 1) // group.size)
 
 
 @pytest.mark.parametrize("one_bucket", [False, True])
@@ -37,19 +48,12 @@ def divide_rows(group: Group) -> range:
 def test_r08_a_world_of_any_size_takes_the_step_of_one_process(size: int, one_bucket: bool) -> None:
     """12 ranks for 10 rows: two have none."""
 
-    def work(group: Group) -> tuple[nn.Module, str, Any]:
-        trainee = TrainedModel(NET, one_bucket=one_bucket)
-        trainee.take(group, divide_rows(group))
-        decision = trainee.take(group, divide_rows(group))
-        assert isinstance(trainee.exchange.mode, OneBucketMode) == (one_bucket and size > 1)
-        trainee.exchange.close()
-        return trainee.model, trainee.state.digest(), decision
-
-    done = run_in_world(size, work)
-    assert len({digest for _, digest, _ in done}) == 1
-    assert done[0][2].rows == ROWS
-    assert done[0][2].denominator == ROWS
-    assert have_equal_values(done[0][0], train_plain(NET, 2))
+    done = run_in_world(size, partial(take_steps, model=NET, steps=2, one_bucket=one_bucket))
+    assert len({trainee.state.digest() for trainee, _ in done}) == 1
+    trainee, decision = done[0]
+    assert isinstance(trainee.mode, OneBucketMode) == (one_bucket and size > 1)
+    assert (decision.rows, decision.denominator) == (ROWS, ROWS)
+    assert have_equal_values(trainee.model, train_plain(NET, 2))
 
 
 @pytest.mark.parametrize("one_bucket", [False, True])
@@ -67,26 +71,15 @@ def test_r08_unused_and_frozen_parameters_are_left_alone(one_bucket: bool) -> No
             return self.used(x) + self.tied(x) + self.frozen(x)
 
     model = NetWithUnusedLayer()
-
-    def work(group: Group) -> nn.Module:
-        trainee = TrainedModel(model, one_bucket=one_bucket)
-        trainee.take(group, divide_rows(group))
+    for trainee, _ in run_in_world(2, partial(take_steps, model=model, one_bucket=one_bucket)):
         assert trainee.model.unused.weight.grad is None  # type: ignore[union-attr]
-        trainee.exchange.close()
-        return trainee.model
-
-    replicas = run_in_world(2, work)
-    assert all(have_equal_values(replica, train_plain(model)) for replica in replicas)
+        assert have_equal_values(trainee.model, train_plain(model))
 
 
 def test_r09_running_statistics_are_the_same_on_all_ranks() -> None:
-    def work(group: Group) -> dict[str, Any]:
-        trainee = TrainedModel(NORMED, batch_size=ROWS)
-        trainee.take(group, range(4) if group.rank == 0 else range(4, ROWS))
-        trainee.exchange.close()
-        return dict(trainee.model.named_buffers())
-
-    first, second = run_in_world(2, work)
+    divide = lambda group: range(4) if group.rank == 0 else range(4, ROWS)  # noqa: E731
+    done = run_in_world(2, partial(take_steps, model=NORMED, batch_size=ROWS, divide=divide))
+    first, second = (dict(trainee.model.named_buffers()) for trainee, _ in done)
     hidden = NORMED[0](X).detach()
     mean = 0.1 * (hidden[:4].mean(0) * 0.4 + hidden[4:].mean(0) * 0.6)
     assert torch.allclose(first["1.running_mean"], mean, rtol=0, atol=1e-12)
@@ -125,21 +118,18 @@ def test_r02_a_rank_writes_its_ledger_before_it_sends_a_bucket() -> None:
     seen: list[list[str]] = []
 
     def work(group: Group) -> None:
-        class Watching:
-            rank, size, fence = group.rank, 2, group.fence
-            allgather, buffer, abort = group.allgather, group.buffer, group.abort
+        allreduce = group.allreduce
 
-            def allreduce(self, array: Any, *what: Any, **how: Any) -> None:
-                seen.append(list(trainee.ledger.lines))
-                group.allreduce(array, *what, **how)
+        def watch(*what: Any, **how: Any) -> None:
+            seen.append(list(trainee.ledger.lines))
+            allreduce(*what, **how)
 
         if group.rank == 0:
-            trainee.take(Watching(), divide_rows(group))  # type: ignore[arg-type]
+            group.allreduce = watch  # type: ignore[method-assign]
+            trainee.take(group, divide_rows(group))
             trainee.exchange.close()
         else:
-            other = TrainedModel(NET)
-            other.take(group, divide_rows(group))
-            other.exchange.close()
+            take_steps(group, NET)
 
     run_in_world(2, work)
     assert seen
@@ -193,11 +183,9 @@ def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: i
         assert "applied" not in trainee.ledger.lines
         trainee.take(group, range(ROWS))
         torch.manual_seed(3)
-        undisturbed = TrainedModel(model)
-        undisturbed.take(group, range(ROWS))
+        undisturbed, _ = take_steps(group, model)
         assert trainee.state.digest() == undisturbed.state.digest()
         trainee.exchange.close()
-        undisturbed.exchange.close()
 
     run_in_world(1, work)
 
@@ -263,9 +251,7 @@ def test_r01_an_interrupt_waits_for_the_end_of_the_apply_section() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_fp16_is_refused_where_torch_has_no_scaler_for_cpus_and_all_else_works(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fp16_alone_is_refused_where_torch_has_no_scaler_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.2 is."""
     monkeypatch.delattr(torch.amp, "GradScaler")
     says = r"precision='fp16' needs torch 2\.3 or newer, and this is .* to 'bf16'"
@@ -301,3 +287,183 @@ def test_p4_callbacks_see_the_buffers_of_the_step_that_is_finalized(size: int) -
         assert seen == [[buffer.tolist() for buffer in NORMED.buffers()], *after[:-1]]
         if size == 1:
             assert have_equal_values(model, train_plain(NORMED, 3))
+
+
+WEIGHTS = torch.rand(ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+take_joined = partial(take_steps, loss_scope="step")
+
+
+class TwoTowers(nn.Module):
+    """As CLIP: two embeddings, and a scale that is trained and returned with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 4).double(), nn.Linear(5, 4).double()
+        self.scale = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"left": self.left(x), "right": self.right(x.sin()), "scale": self.scale.exp()}
+
+
+def compare_towers(output: Any, label: torch.Tensor) -> torch.Tensor:
+    left, right = (nn.functional.normalize(output[name]) for name in ("left", "right"))
+    pairs = output["scale"] * left @ right.T
+    return nn.functional.cross_entropy(pairs, torch.arange(len(label)))
+
+
+def correlate(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """As Barlow Twins: of numbers of the whole batch."""
+    apart = (output - output.mean(0)) / output.std(0)
+    return (apart.T @ apart / len(apart) - torch.eye(apart.shape[1])).square().sum()
+
+
+def compute_dice(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    share, wanted = output[:, 0].sigmoid(), label > 0
+    return 1 - 2 * (share * wanted).sum() / (share.sum() + wanted.sum())
+
+
+EMBEDDING = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+torch.manual_seed(0)
+TOWERS = TwoTowers()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [(TOWERS, compare_towers), (EMBEDDING, correlate), (EMBEDDING, compute_dice)],
+    ids=["clip", "barlow", "dice"],
+)
+def test_r08_r09_the_loss_of_a_step_is_that_of_one_process_in_any_world(model: nn.Module, loss: Any) -> None:
+    """In parts of up to 3 rows; 12 ranks for 10 rows: two have none."""
+
+    once, twice = train_plain(model, 1, loss), train_plain(model, 2, loss)
+    for size in (1, 3, 8, 12):
+        done = run_in_world(size, partial(take_joined, model=model, loss=loss, steps=2))
+        assert len({trainee.state.digest() for trainee, _ in done}) == 1
+        trainee, decision = done[0]
+        assert have_equal_values(trainee.model, twice)
+        assert (decision.rows, decision.denominator) == (ROWS, ROWS)
+        assert decision.loss / ROWS == pytest.approx(loss(once(X), Y).item(), rel=1e-12)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.unit, self.head = EMBEDDING, nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        body = self.body(x)
+        return nn.functional.normalize(self.unit(body)), self.head(body)
+
+
+def compare_pairs(unit: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """A number for each row."""
+    return nn.functional.cross_entropy(unit @ unit.T / 0.3, torch.arange(len(unit)), reduction="none")
+
+
+@pytest.mark.native
+def test_r08_weights_of_rows_and_several_losses_count_once() -> None:
+    """With numbers of each loss, and metrics of the whole step."""
+    model, classes = TwoHeads(), torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+
+    def work(group: Group) -> tuple[nn.Module, Any, dict[str, Any]]:
+        losses = {"a": (compare_pairs, 0.3), "b": (nn.CrossEntropyLoss(classes), 0.7)}
+        metrics = Metrics({"mean": lambda output, label: output.mean()}, ["a", "b"], logs=True)
+        loss = MultiOutputLoss(losses, weighted=True)
+        trainee = TrainedModel(model, loss=loss, metrics=metrics, labels=2, loss_scope="step")
+        decision = trainee.take(group, divide_rows(group), weights=WEIGHTS)
+        trainee.exchange.close()
+        return trainee.model, decision, metrics.results()
+
+    def compute_loss(outputs: Any, label: torch.Tensor) -> torch.Tensor:
+        rows, divisors = compare_pairs(outputs[0], label), WEIGHTS * classes[label]
+        by_class = nn.functional.cross_entropy(outputs[1], label, classes, reduction="none")
+        first, second = (rows * WEIGHTS).sum() / WEIGHTS.sum(), (by_class * WEIGHTS).sum() / divisors.sum()
+        return 0.3 * first + 0.7 * second
+
+    plain = train_plain(model, 1, compute_loss)
+    with torch.no_grad():
+        outputs = model(X)
+    for size in (1, 3, 12):
+        for trained, decision, numbers in run_in_world(size, work):
+            assert have_equal_values(trained, plain)
+            mean = decision.loss / decision.denominator
+            assert mean == pytest.approx(compute_loss(outputs, Y).item(), rel=1e-12)
+            expected = (compare_pairs(outputs[0], Y) * WEIGHTS).sum() / WEIGHTS.sum()
+            assert numbers["loss_a"] == pytest.approx(expected.item(), rel=1e-12)
+            assert numbers["mean_b"] == pytest.approx(outputs[1].mean().item(), rel=1e-12)
+
+
+class Layers(nn.Module):
+    """Layers that draw, that write buffers, and one whose output depends on what its passes before have written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.norm = nn.Linear(5, 6), nn.Dropout(0.4), nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 4)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.detach().abs().mean()
+        self.passes += 1
+        hidden: torch.Tensor = self.last(self.norm(self.drop(self.first(x)))) * (1 + self.seen) + self.passes
+        return hidden
+
+
+@pytest.mark.native
+def test_parts_that_run_twice_draw_the_same_numbers_and_write_buffers_once() -> None:
+    model = Layers().double()
+    ((trainee, _),) = run_in_world(1, partial(take_joined, model=model, loss=correlate))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01, weight_decay=0.1)
+    with borrow_rng() as seed:
+        outputs = []
+        for number in range(4):
+            seed(0, START.epoch, START.phase, START.step, 0, number)
+            outputs.append(plain(X[ROWS * number // 4 : ROWS * (number + 1) // 4]))
+    correlate(torch.cat(outputs), Y).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    assert have_equal_values(trainee.model, plain)
+    assert trainee.model.passes == 4
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("place", ["outputs", "gradients"])
+def test_r03_a_step_that_ends_in_the_middle_leaves_nothing_behind(place: str) -> None:
+    """A peer is lost while outputs are gathered, or while a part is computed again."""
+    model = Layers().double()
+
+    def work(group: Group) -> TrainedModel:
+        trainee, fails = TrainedModel(model, loss=correlate, loss_scope="step"), [True]
+
+        def fail(*_: Any) -> None:
+            if place == "gradients" and trainee.model.passes < 4 and fails and gathered:
+                fails.clear()
+                raise CollectiveError("a peer is gone")
+
+        def gather(blob: bytes) -> list[bytes]:
+            gathered.append(blob)
+            if place == "outputs" and fails:
+                fails.clear()
+                raise CollectiveError("a peer is gone")
+            return [blob]
+
+        gathered: list[bytes] = []
+        group.allgather_bytes = gather  # type: ignore[method-assign]
+        trainee.model.norm.register_forward_hook(fail)
+        before = trainee.state.digest(), copy.deepcopy(trainee.model.state_dict()), trainee.model.passes
+        with pytest.raises(CollectiveError):
+            trainee.take(group, range(ROWS))
+        assert (trainee.state.digest(), trainee.model.passes) == (before[0], before[2])
+        assert all(torch.equal(value, before[1][name]) for name, value in trainee.model.state_dict().items())
+        trainee.take(group, range(ROWS))
+        trainee.exchange.close()
+        return trainee
+
+    (disturbed,) = run_in_world(1, work)
+    ((alone, _),) = run_in_world(1, partial(take_joined, model=model, loss=correlate))
+    assert disturbed.state.digest() == alone.state.digest()

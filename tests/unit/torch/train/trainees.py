@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class Order(Ledger):
 class TrainedModel:
     """A state and what takes its steps."""
 
+    mode: Any = None  # of the exchange, before it was closed
+
     def __init__(
         self,
         model: nn.Module,
@@ -70,22 +73,10 @@ class TrainedModel:
         self.ledger = Order()
         is_whole = hasattr(loss, "begin")
         objective = loss if is_whole else ModelLoss(loss or nn.CrossEntropyLoss(), weighted=False)
-        config = make_config(
-            label_cols=("y", "z")[:labels],
-            batch_size=batch_size,
-            gradient_clip_norm=1.0,
-            terminate_on_nan=True,
-            **settings,
-        )
-        self.taker = TrainStep(
-            self.state,
-            objective,
-            self.exchange,
-            config,
-            self.ledger,
-            metrics or Metrics({}, ["y"], logs=False),
-            GradientScaling(),
-        )
+        settings |= {"label_cols": ("y", "z")[:labels], "batch_size": batch_size, "gradient_clip_norm": 1.0}
+        config = make_config(terminate_on_nan=True, **settings)
+        parts: Any = self.ledger, metrics or Metrics({}, ["y"], logs=False), GradientScaling()
+        self.taker = TrainStep(self.state, objective, self.exchange, config, *parts)
 
     def take(
         self,
@@ -100,6 +91,26 @@ class TrainedModel:
         labels = tuple(y[part] for y in self.labels)
         share = LocalBatch(ROWS, np.arange(rows.start, rows.stop), (X[part],), labels, own)
         return self.taker.run(share, StepCall(group, MembershipVersion(), then))
+
+
+def divide_rows(group: Group) -> range:
+    return range(ROWS * group.rank // group.size, ROWS * (group.rank + 1) // group.size)
+
+
+def take_steps(
+    group: Group,
+    model: nn.Module,
+    steps: int = 1,
+    divide: Callable[[Group], range] = divide_rows,
+    **settings: Any,
+) -> tuple[TrainedModel, Any]:
+    """With the newest decision. settings: of the `TrainedModel`."""
+    trainee = TrainedModel(model, **settings)
+    with closing(trainee.exchange):
+        for _ in range(steps):
+            decision = trainee.take(group, divide(group))
+        trainee.mode = trainee.exchange.mode
+    return trainee, decision
 
 
 def train_plain(model: nn.Module, steps: int = 1, loss: Any = nn.functional.cross_entropy) -> nn.Module:

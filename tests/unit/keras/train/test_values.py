@@ -1,15 +1,18 @@
-"""Values as JSON with arrays beside them."""
+"""Values as JSON with arrays beside them, and columns as a model's inputs."""
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from spark_elastic.data.manifest import Column
 from spark_elastic.protocol.types import START
 from spark_elastic.runs.snapshot import SnapshotBuilder, build_snapshot
+from spark_elastic.training.keras.batching import Inputs
 from spark_elastic.training.keras.state import from_json_tree, is_plain, to_json_tree
 
 
@@ -28,3 +31,12 @@ def test_other_values_are_refused(value: Any) -> None:
     assert not is_plain(value)
     with pytest.raises(TypeError, match="no plain value"):
         to_json_tree(value, SnapshotBuilder())
+
+
+def test_a_custom_class_of_inputs_gets_the_result_of_the_transformation() -> None:
+    columns = (Column("image", "object"), Column("n", "int32", (4,)))
+    inputs = Inputs.of(SimpleNamespace(), columns, free=True)
+    made = {"image": np.array([[0.25, 0.5]]), "n": np.array([[1, 2]], "int32")}
+    image, numbers = inputs.arrays(made)
+    assert (image.dtype, image.tolist()) == (np.dtype("float32"), [[0.25, 0.5]])
+    assert (numbers.dtype, numbers.tolist()) == (np.dtype("int64"), [[1, 2]])

@@ -1,15 +1,15 @@
-"""A process that dies is noticed by its open request, one that merely dials again is not."""
+"""Connections end: a process that dies is noticed by its open request, one that merely dials again is not; `close` ends
+waits at once and leaves nothing behind (the test-wide leak check looks at threads and descriptors)."""
 
 from __future__ import annotations
 
+import gc
 import queue
-import socket
-import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -20,7 +20,8 @@ from spark_elastic.protocol.messages import Heartbeat, RequestNextWorld
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot, WatchWorker
 from spark_elastic.rendezvous.routes import ConnectionTracker
 from spark_elastic.testing.fakes import FakeClock
-from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver
+from tests.component.rendezvous.cut_connections import CuttableNetwork
+from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, world
 
 PROGRAM = """
 import sys
@@ -35,63 +36,14 @@ print(eval(sys.argv[4], {"client": client, **vars(messages), **vars(own)}))
 Start = Callable[[str], "subprocess.Popen[str]"]
 
 
-class Relay:
-    """A box on the way to the driver, which may lose what it knows of its connections."""
-
-    def __init__(self, port: int) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._port = port
-        self._ends: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._port))
-                self._ends += [near, far]
-                for ends in ((near, far), (far, near)):
-                    self._threads.append(threading.Thread(target=self._carry, args=ends))
-                    self._threads[-1].start()
-
-    def _carry(self, source: socket.socket, to: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                to.sendall(data)
-
-    def reset(self) -> None:
-        """Both ends of every connection hear that it is unknown here; there are no new ones."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        for end in self._ends:
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            end.shutdown(socket.SHUT_RD)  # wakes its thread
-        for thread in self._threads:
-            thread.join()
-        for end in self._ends:
-            end.close()
-
-    def __enter__(self) -> Relay:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._listener.close()
-
-
 @pytest.fixture
 def process(driver: Driver) -> Iterator[Start]:
     """Starts a client process that evaluates a call; returns once it is about to."""
     started: list[subprocess.Popen[str]] = []
 
     def start(call: str) -> subprocess.Popen[str]:
-        arguments = [driver.server.address, KEY.hex(), str(ATTEMPT), call]
-        child = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-c", PROGRAM, driver.server.address, KEY.hex(), str(ATTEMPT), call]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(child)
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
@@ -119,29 +71,30 @@ def test_a_killed_process_is_noticed_and_comes_back(
     child.kill()
     lost = driver.await_event(events.ConnectionLost)
     assert (lost.slot, lost.worker, lost.reset) == ("1-0", worker, False)
-    again = Heartbeat("1-0") if worker is None else RequestNextWorld(worker, None, None)
+    again = Heartbeat("1-0") if worker is None else RequestNextWorld(worker)
     driver.client().ask(again)
     back = driver.await_event(events.ConnectionBack)
     assert (back.slot, back.worker) == ("1-0", worker)
 
 
-def test_r18_a_reset_by_the_network_differs_from_a_close_by_the_kernel(driver: Driver) -> None:
-    with Relay(driver.port) as relay:
-        client = driver.client(address=relay.address)
-        waiting = driver.call_in_thread(lambda: client.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
-        driver.until_polls(1)
-        relay.reset()
-        lost = driver.await_event(events.ConnectionLost)
-        assert (lost.slot, lost.reset) == ("1-0", True)
-        client.close()
-        with pytest.raises(ConnectionClosed):
-            waiting.result(PATIENCE)
+def test_r18_a_reset_by_the_network_differs_from_a_close_by_the_kernel(
+    driver: Driver, network: CuttableNetwork
+) -> None:
+    client = driver.client(address=network.address)
+    waiting = driver.call_in_thread(lambda: client.ask(WatchSlot("1-0"), hold=MAX_POLL_SECONDS))
+    driver.until_polls(1)
+    network.reset()
+    lost = driver.await_event(events.ConnectionLost)
+    assert (lost.slot, lost.reset) == ("1-0", True)
+    client.close()
+    with pytest.raises(ConnectionClosed):
+        waiting.result(PATIENCE)
 
 
 def test_a_slot_that_dials_again_before_its_old_connection_ends_is_not_lost(driver: Driver) -> None:
     first, second = driver.client(), driver.client()
-    driver.call_in_thread(lambda: first.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
-    waiting = driver.call_in_thread(lambda: second.ask(WatchSlot("1-0", 0), hold=MAX_POLL_SECONDS))
+    driver.call_in_thread(lambda: first.ask(WatchSlot("1-0"), hold=MAX_POLL_SECONDS))
+    waiting = driver.call_in_thread(lambda: second.ask(WatchSlot("1-0"), hold=MAX_POLL_SECONDS))
     driver.until_polls(2)
     first.close()
     driver.until_polls(1)
@@ -153,7 +106,7 @@ def test_a_slot_that_dials_again_before_its_old_connection_ends_is_not_lost(driv
 
 def test_a_long_poll_that_ends_in_time_is_no_lost_connection(driver: Driver) -> None:
     client = driver.client()
-    client.ask(WatchSlot("1-0", 0), hold=0.05)
+    client.ask(WatchSlot("1-0"), hold=0.05)
     client.ask(WatchWorker("1-0.1"), hold=0.05)
     client.close()
     assert driver.events.empty()
@@ -169,3 +122,44 @@ def test_slots_are_counted() -> None:
         counts.append(tracker.slot_count)
     assert counts == [1, 1, 1, 2, 2, 1, 0]
     assert not posted
+
+
+def test_closing_a_client_frees_all_its_threads(driver: Driver) -> None:
+    client = driver.client()
+    driver.server.publish(world(1, "2-0.1"))
+    asked: list[Any] = [RequestNextWorld("1-0.1"), WatchWorker("1-0.1"), WatchSlot("1-0")]
+    asks = [partial(client.ask, request, hold=MAX_POLL_SECONDS) for request in asked]
+    waits = [driver.call_in_thread(ask) for ask in asks]
+    driver.until_polls(3)
+    client.close()
+    for wait in waits:
+        with pytest.raises(ConnectionClosed):
+            wait.result(PATIENCE)
+    with pytest.raises(ConnectionClosed):
+        asks[0]()
+    client.close()
+
+
+def test_closing_a_client_frees_a_thread_that_waits_to_dial_again(driver: Driver) -> None:
+    unreachable = driver.client(address="127.0.0.1:1")
+    wait = driver.call_in_thread(lambda: unreachable.ask(Heartbeat("1-0")))
+    unreachable.close()
+    with pytest.raises(ConnectionClosed):
+        wait.result(PATIENCE)
+
+
+def test_closing_the_server_answers_open_requests(driver: Driver) -> None:
+    worker = driver.client()
+    join = driver.call_in_thread(lambda: worker.ask(RequestNextWorld("1-0.1"), hold=MAX_POLL_SECONDS))
+    driver.await_event(RequestNextWorld)
+    driver.server.close()
+    assert join.result(PATIENCE).stop == "the driver has closed"
+
+
+def test_a_closed_clients_connections_are_closed_once_its_threads_left(driver: Driver) -> None:
+    client = driver.client()
+    for _ in range(3):
+        client.ask(Heartbeat("1-0"))
+    client.close()
+    gc.collect()
+    assert not client._sockets

@@ -1,17 +1,23 @@
-"""`SyncBatchNorm` against torch's own layer over the whole batch in one process, in float64 and exactly."""
+"""`SyncBatchNorm` as torch's own layer over the whole batch in one process; dropout drawn by rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import spark_elastic.torch as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.torch import RowDropout, SyncBatchNorm, draw_rows
+from spark_elastic.training.torch.buffers import describe_world_dependence
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
+from tests.unit.torch.train.trainees import ROWS, have_equal_values, take_steps, train_plain
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +27,8 @@ def threads_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def inputs(steps: int, rows: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(4)
-    return [
-        torch.randn(rows, *shape, generator=random, dtype=torch.float64).to(dtype) * 3 + 7
-        for _ in range(steps)
-    ]
+    drawn = torch.randn(steps, rows, *shape, generator=random, dtype=torch.float64)
+    return list(drawn.to(dtype) * 3 + 7)
 
 
 def train(norm: torch.nn.Module, batches: Sequence[torch.Tensor], whole: int) -> dict[str, torch.Tensor]:
@@ -33,9 +37,8 @@ def train(norm: torch.nn.Module, batches: Sequence[torch.Tensor], whole: int) ->
     for batch in batches:
         x = batch.clone().requires_grad_()
         y = norm(x)
-        (y.pow(3) * torch.arange(1.0, y.size(1) + 1).view(1, -1, *[1] * (y.dim() - 2))).sum().div(
-            whole
-        ).backward()
+        factors = torch.arange(1.0, y.size(1) + 1).view(1, -1, *[1] * (y.dim() - 2))
+        (y.pow(3) * factors).sum().div(whole).backward()
         assert x.grad is not None
         told |= {"y": y.detach(), "x": x.grad}
     grads = {name: p.grad for name, p in norm.named_parameters() if p.grad is not None}
@@ -54,9 +57,7 @@ PLAIN: dict[int, Any] = {1: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm2d, 4: to
         ((4,), [2, 2], {"track_running_stats": False, "eps": 1e-3}),
     ],
 )
-def test_sync_batch_norm_equals_batch_norm_of_the_whole_batch(
-    shape: list[int], cuts: list[int], options: dict[str, Any]
-) -> None:
+def test_it_equals_batch_norm_of_all_rows(shape: list[int], cuts: list[int], options: dict[str, Any]) -> None:
     whole = inputs(3, sum(cuts), shape, torch.float64)
     expected = train(PLAIN[len(shape)](shape[0], **options).double(), whole, sum(cuts))
 
@@ -128,3 +129,57 @@ def test_evaluation_exchanges_nothing() -> None:
 def test_sync_batch_norm_refuses_inputs_of_another_shape() -> None:
     with pytest.raises(InvalidInput, match="SyncBatchNorm of 3 features"):
         hvd.SyncBatchNorm(3)(torch.ones(2, 4))
+
+
+@pytest.fixture(autouse=True)
+def workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_context_per_thread(monkeypatch)
+
+
+@pytest.mark.parametrize(("size", "one_bucket"), [(1, False), (3, False), (3, True)])
+def test_r09_statistics_are_those_of_all_rows_of_the_step(size: int, one_bucket: bool) -> None:
+    """Shares of 4, 0 and 6 rows, and micro-batches of 3, which such a net is not cut into."""
+    net = nn.Sequential(nn.Linear(5, 6), SyncBatchNorm(6), nn.Linear(6, 3)).double()
+    shares = [range(ROWS)] if size == 1 else [range(4), range(4, 4), range(4, ROWS)]
+    divide = lambda group: shares[group.rank]  # noqa: E731
+    work = partial(take_steps, model=net, steps=2, divide=divide, one_bucket=one_bucket)
+    replicas = [trainee for trainee, _ in run_in_fake_world(size, work)]
+    assert len({replica.state.digest() for replica in replicas}) == 1
+    assert have_equal_values(replicas[0].model, train_plain(net, steps=2))
+
+
+def drop_rows(rows: list[int], *words: int) -> torch.Tensor:
+    layer = RowDropout(0.25)
+    draw_rows(layer, np.array(rows), *words)
+    out: torch.Tensor = layer(torch.ones(len(rows), 3, 50, dtype=torch.float64))
+    return out
+
+
+def test_r09_a_rows_mask_depends_on_the_row_and_the_words_alone() -> None:
+    whole = drop_rows(list(range(40)), 1, 2)
+    assert torch.equal(drop_rows([7, 3], 1, 2), whole[[7, 3]])
+    assert not torch.equal(drop_rows([7], 1, 3), whole[[7]])
+    assert set(whole.unique().tolist()) == {0.0, 1 / 0.75}
+    assert float((whole == 0).double().mean()) == pytest.approx(0.25, abs=0.02)
+
+
+def test_two_layers_draw_differently_and_gradients_follow_the_mask() -> None:
+    net = torch.nn.Sequential(RowDropout(0.5), RowDropout(0.5))
+    draw_rows(net, np.arange(50), 1)
+    x = torch.ones(50, 8, requires_grad=True)
+    net(x).sum().backward()
+    assert x.grad is not None
+    assert float((x.grad == 4).float().mean()) == pytest.approx(0.25, abs=0.1)
+
+
+def test_row_dropout_needs_rows_in_training_and_does_nothing_outside_of_it() -> None:
+    layer, x = RowDropout(0.5), torch.ones(2, 3)
+    with pytest.raises(InvalidInput, match=r"got 2 rows, draw_rows\(\) was called for none"):
+        layer(x)
+    draw_rows(layer, np.arange(3), 1)
+    with pytest.raises(InvalidInput, match=r"draw_rows\(\) was called for 3"):
+        layer(x)
+    assert torch.equal(layer.eval()(x), x)
+    with pytest.raises(InvalidInput, match="without 1"):
+        RowDropout(1.0)
+    assert describe_world_dependence(torch.nn.Sequential(RowDropout(0.5))) is None
