@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
