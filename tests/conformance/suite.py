@@ -56,9 +56,8 @@ def load(size: int) -> Any:
     common_distributed.skip_if_small_worldsize = skip_below_three
     from torch.testing._internal.distributed import distributed_test
 
-    return type(
-        "Suite", (distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase), {}
-    )
+    bases = distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase
+    return type("Suite", bases, {})
 
 
 def skip_below_three(test: Any) -> Any:
@@ -214,11 +213,8 @@ def compare() -> dict[str, Any]:
 
 def find_unexplained(record: dict[str, Any]) -> list[str]:
     """Tests that pass over Gloo alone without a reason, and reasons of tests that pass."""
-    only = {
-        name
-        for of_size in record["sizes"].values()
-        for name in set(of_size["gloo"]) - set(of_size["elastic"])
-    }
+    sizes = record["sizes"].values()
+    only = {name for size in sizes for name in set(size["gloo"]) - set(size["elastic"])}
     return sorted(only ^ REASONS.keys())
 
 

@@ -26,14 +26,15 @@ from tests.component.torch.job import (
     ROWS,
     Follower,
     Job,
+    LauncherFactory,
     difference,
-    launcher,
     ledger_of,
     make_data,
+    mlp,
+    sgd,
     train_elastic,
     train_plain,
 )
-from tests.component.torch.nets import mlp, sgd
 from tests.faults.fault_plans import Kind, PlannedFault, draw_plan, stop_process
 
 PLANS, IN_EVERY_BUILD = 100, 1
@@ -151,7 +152,7 @@ def test_p1_to_p4_hold_under_random_fault_plans(
     follower = Follower(misfortune.follow, misfortune.worlds)
 
     def make(task: Any) -> ProcessLauncher:
-        misfortune.cluster = launcher(task, room=job.workers, spares=True)
+        misfortune.cluster = LauncherFactory(job.workers, spares=True)(task)
         return misfortune.cluster
 
     ours, result = train_elastic(job, store, manifest, str(tmp_path), follower, make, misfortune, lease=LEASE)

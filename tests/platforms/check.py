@@ -159,46 +159,16 @@ def fit_by_petastorm(spark: Any, folder: Path) -> str:
     return "its reader, and what it wrote"
 
 
-def loop(folder: str, whom: str) -> tuple[int, list[int]]:
-    """Steps of a hand-written loop, in the eleventh of which rank 1 is lost; the sizes of the worlds."""
-    from spark_elastic.handwritten.elastic_loop import elastic
-    from spark_elastic.handwritten.object_state import ObjectState
-    from spark_elastic.testing import ClusterFaults, InjectedFault
-    from spark_elastic.worker.context import get_context
-
-    faults = ClusterFaults([InjectedFault(whom, step=STEPS // 3, rank=1)], folder)  # type: ignore[arg-type]
-    sizes: list[int] = []
-
-    def body(state: Any) -> None:
-        worker = get_context()
-        assert worker is not None
-        assert worker.group is not None
-        sizes.append(worker.group.size)
-        while state.step < STEPS:
-            if worker.group.size > 1:
-                faults.inject(state.step, worker.group.rank, worker.group.size)
-            time.sleep(STEP_SECONDS)
-            total = np.array([1.0])
-            worker.group.allreduce(total)
-            assert total[0] == worker.group.size
-            state.step += 1
-            state.commit()
-
-    state = ObjectState(step=0)
-    elastic(body)(state)
-    return state.step, sizes
-
-
-def train_ddp(folder: str) -> tuple[list[int], float]:
-    """DDP without any configuration, whose rank 1 is lost in a step: the sizes of the worlds, and how far the weights
-    are from those of a plain loop."""
+def loop(folder: str, whom: str) -> tuple[list[int], float]:
+    """A loop around DDP without any configuration, whose rank 1 is lost in a step: the sizes of the worlds, and how
+    far the weights are from those of a plain loop."""
     import torch.distributed as dist
 
     import spark_elastic.torch as hvd
     from spark_elastic.testing import ClusterFaults, InjectedFault
 
     hvd.init()
-    faults = ClusterFaults([InjectedFault("kill worker", step=STEPS // 3, rank=1)], folder)
+    faults = ClusterFaults([InjectedFault(whom, step=STEPS // 3, rank=1)], folder)
     sizes: list[int] = []
 
     def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -215,7 +185,7 @@ def train_ddp(folder: str) -> tuple[list[int], float]:
     net, optimizer = build()
 
     @hvd.elastic.run
-    def loop(state: Any) -> None:
+    def train(state: Any) -> None:
         dist.init_process_group()
         ddp = torch.nn.parallel.DistributedDataParallel(net)
         sizes.append(dist.get_world_size())
@@ -227,7 +197,7 @@ def train_ddp(folder: str) -> tuple[list[int], float]:
             state.step += 1
             state.commit()
 
-    loop(hvd.elastic.TorchState(net, optimizer, step=0))
+    train(hvd.elastic.TorchState(net, optimizer, step=0))
     alone, its_optimizer = build()
     for number in range(STEPS):
         step(alone, its_optimizer, number)
@@ -235,27 +205,14 @@ def train_ddp(folder: str) -> tuple[list[int], float]:
     return sizes, max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-def run_ddp(folder: Path) -> str:
-    import spark_elastic
-
-    given = (str(folder),)
-    results = spark_elastic.run(train_ddp, given, num_workers=2, min_workers=1, gather_timeout=120.0)
-    require(any(folder.rglob("*.json")), "no worker was lost")
-    require(all(gap < TOLERANCE for _, gap in results), f"DDP's weights differ from torch alone: {results}")
-    worlds = max((sizes for sizes, _ in results), key=len)
-    require(len(worlds) > 1, f"no world came after the loss: {results}")
-    return f"worlds of {worlds}"
-
-
 def run_loop(folder: Path, whom: str) -> str:
     import spark_elastic
 
-    results = spark_elastic.run(
-        loop, args=(str(folder), whom), num_workers=2, min_workers=1, gather_timeout=120.0
-    )
-    require(all(steps == STEPS for steps, _ in results), f"the loop ended early: {results}")
+    given = (str(folder), whom)
+    results = spark_elastic.run(loop, given, num_workers=2, min_workers=1, gather_timeout=120.0)
     require(any(folder.rglob("*.json")), "no worker was lost")
-    worlds = max((sizes for _, sizes in results), key=len)
+    require(all(gap < TOLERANCE for _, gap in results), f"DDP's weights differ from torch alone: {results}")
+    worlds = max((sizes for sizes, _ in results), key=len)
     require(len(worlds) > 1, f"no world came after the loss: {results}")
     return f"worlds of {worlds}"
 
@@ -264,9 +221,8 @@ def fit_over_connect(spark: Any, folder: Path) -> str:
     df = make_table(spark)
     model = make_estimator(folder, 2, 2).fit(df)
     require_same_weights(model, df, 2)
-    require(
-        model.transform(df).where("prediction is not null").count() == ROWS, "not all rows were predicted"
-    )
+    count = model.transform(df).where("prediction is not null").count()
+    require(count == ROWS, "not all rows were predicted")
     return run_loop(folder / "faults", "kill worker")
 
 
@@ -291,13 +247,8 @@ def check_command(folder: Path) -> str:
         "print('sum', float(hvd.allreduce(torch.ones(1), op=hvd.Sum)))\n"
     )
     command = [Path(sysconfig.get_path("scripts"), "spark-elastic-run"), "-np", "2", "-H", "localhost:2"]
-    done = subprocess.run(
-        [*command, sys.executable, script],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=COMMAND_SECONDS,
-    )
+    command += [sys.executable, script]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     require(done.stdout.count("sum 2.0") == 2, f"spark-elastic-run said {done.stdout} {done.stderr[-2000:]}")
     return "sum of two ranks"
 
@@ -306,7 +257,7 @@ def check_classic(folder: Path) -> dict[str, str]:
     spark = start_executors()
     try:
         fit = fit_through_a_loss(spark, folder)
-        ddp = run_ddp(folder / "ddp-faults")
+        ddp = run_loop(folder / "ddp-faults", "kill worker")
         return {"fit": fit, "ddp": ddp, "loop": run_loop(folder / "loop-faults", "kill executor")}
     finally:
         spark.stop()

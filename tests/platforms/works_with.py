@@ -34,13 +34,8 @@ BUILD = ROOT / "build" / "works-with"
 KILL_AT = 12  # the step after which rank 1 is killed
 RUN_SECONDS = 420.0
 SAME = 1e-5  # largest relative difference of results that float rounding makes
-VARIABLES = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "SPARK_LOCAL_IP": "127.0.0.1",
-    "PYTHONWARNINGS": "ignore",
-}
+VARIABLES = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+VARIABLES |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
 
 
 @dataclass(frozen=True)
@@ -173,14 +168,8 @@ class Run:
         own["PYSPARK_PYTHON"] = str(python)
         began = time.monotonic()
         with open(self._folder / "output", "w") as output:
-            process = subprocess.Popen(
-                command,
-                env=os.environ | VARIABLES | own,
-                cwd=self._folder,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            to = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen(command, env=os.environ | VARIABLES | own, cwd=self._folder, **to)
             try:
                 while process.poll() is None and time.monotonic() < began + RUN_SECONDS:
                     if self._killing and self.killed_at == math.inf:

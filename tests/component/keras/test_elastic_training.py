@@ -73,7 +73,7 @@ def test_p1_p2_p3_p4_hold_under_two_kills(tmp_path: Path, fault: Fault, name: st
     assert [epoch["val_rows"] for epoch in history] == [ROWS] * job.epochs
 
 
-@pytest.mark.faults  # many processes import TensorFlow; tests/component/torch/test_training_hooks.py is in each build
+@pytest.mark.faults  # many processes import TensorFlow; tests/component/torch has it in each build
 @pytest.mark.scenario("G5")
 def test_p7_all_workers_are_lost_and_training_continues_at_its_step(tmp_path: Path, fault: Fault) -> None:
     killed: list[int] = []

@@ -16,10 +16,10 @@ from tests.component.torch.job import (
     LauncherFactory,
     difference,
     make_data,
+    make_job,
     train_elastic,
     train_plain,
 )
-from tests.component.torch.resumed_job import make_job
 from tests.patience import until
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]

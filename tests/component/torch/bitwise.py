@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.plan import DataPlan
 from tests.component.torch.hand_written import hold
-from tests.component.torch.job import CLASSES, WIDTH, Job
-from tests.component.torch.nets import add_pace
+from tests.component.torch.job import CLASSES, WIDTH, Job, add_pace
 
 SHARES, BATCH = 8, 40
 NETS = ("mlp", "conv", "lstm", "embedding")
@@ -20,31 +17,15 @@ NETS = ("mlp", "conv", "lstm", "embedding")
 ROWS, EPOCHS, STEPS = 101, 2, 12
 
 
-@dataclass(frozen=True)
-class BitwiseJob(Job):
-    """A job of the estimator whose steps have BATCH rows, however many workers begin it."""
-
-    shares: int = SHARES
-
-    def plan(self, manifest: Manifest) -> DataPlan:
-        plan = DataPlan.for_run(manifest.group_rows, BATCH, 5, SHARES, 10_000, 1 << 20)
-        return replace(plan, shares=SHARES)
+BitwiseJob = partial(Job, shares=SHARES, global_batch=BATCH)
 
 
 def everything() -> torch.nn.Module:
     """Layers that draw, that keep statistics and that are used twice, in float32."""
     torch.manual_seed(6)
-    return add_pace(
-        torch.nn.Conv2d(1, 4, 3, padding=1),
-        torch.nn.BatchNorm2d(4),
-        torch.nn.Flatten(),
-        torch.nn.Linear(4 * WIDTH, 20),
-        torch.nn.Dropout(0.3),
-        *[torch.nn.Linear(20, 20)] * 2,
-        torch.nn.Tanh(),
-        torch.nn.Linear(20, CLASSES),
-        pace=0.0,
-    ).float()
+    images = torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.Flatten()
+    wide = torch.nn.Linear(4 * WIDTH, 20), torch.nn.Dropout(0.3), *[torch.nn.Linear(20, 20)] * 2
+    return add_pace(*images, *wide, torch.nn.Tanh(), torch.nn.Linear(20, CLASSES), pace=0.0).float()
 
 
 def hash_state(state: dict[str, Any]) -> str:
@@ -58,18 +39,12 @@ def hash_state(state: dict[str, Any]) -> str:
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(7)
     if name == "mlp":
-        return torch.nn.Sequential(
-            torch.nn.Linear(16, 40), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(40, 3)
-        )
+        first, last = torch.nn.Linear(16, 40), torch.nn.Linear(40, 3)
+        return torch.nn.Sequential(first, torch.nn.Dropout(0.2), torch.nn.Tanh(), last)
     if name == "conv":
-        return torch.nn.Sequential(
-            torch.nn.Unflatten(1, (1, 4, 4)),
-            torch.nn.Conv2d(1, 8, 3, padding=1),
-            torch.nn.GroupNorm(2, 8),
-            torch.nn.ReLU(),
-            torch.nn.Flatten(),
-            torch.nn.Linear(128, 3),
-        )
+        first = torch.nn.Unflatten(1, (1, 4, 4)), torch.nn.Conv2d(1, 8, 3, padding=1)
+        rest = torch.nn.GroupNorm(2, 8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(128, 3)
+        return torch.nn.Sequential(*first, *rest)
     return Lstm() if name == "lstm" else SparseEmbedding()
 
 
@@ -121,12 +96,10 @@ def train(name: str, holds: dict[int, int | str], readers: int = 0) -> dict[str,
     hvd.init()
     model = build(name)
     kind = torch.optim.SGD if name == "embedding" else torch.optim.Adam
-    loader = hvd.elastic.ElasticDataLoader(
-        NoisyRows(), BATCH // 2, seed=5, determinism="bitwise", virtual_shares=SHARES, num_workers=readers
-    )
-    optimizer = hvd.DistributedOptimizer(
-        kind(model.parameters(), lr=0.05), named_parameters=model.named_parameters(), loader=loader
-    )
+    how: Any = {"determinism": "bitwise", "virtual_shares": SHARES, "num_workers": readers}
+    loader = hvd.elastic.ElasticDataLoader(NoisyRows(), BATCH // 2, seed=5, **how)
+    named, plain = model.named_parameters(), kind(model.parameters(), lr=0.05)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, loader=loader)
     trained: list[int] = []
 
     @hvd.elastic.run

@@ -47,11 +47,8 @@ def find_ops(call: str, dtype: str) -> list[str]:
     if call not in ("all_reduce", "reduce_scatter_tensor"):
         return ["SUM", "MAX"] if dtype in ("bfloat16", "int64", "float32") else []
     integral = not getattr(torch, dtype).is_floating_point
-    return [
-        op
-        for op in OPS
-        if (op not in ("BAND", "BOR", "BXOR") or integral) and not (op == "AVG" and dtype == "bool")
-    ]
+    ops = [op for op in OPS if integral or op not in ("BAND", "BOR", "BXOR")]
+    return [op for op in ops if dtype != "bool" or op != "AVG"]
 
 
 Group = Any
@@ -145,16 +142,8 @@ def receive_from_any_source(tensor: torch.Tensor, rank: int, size: int, group: G
 
 
 MOVES = (
-    broadcast,
-    broadcast_strided,
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    gather,
-    scatter,
-    all_to_all_single,
-    send_and_receive,
-    receive_from_any_source,
+    *(broadcast, broadcast_strided, all_gather, all_gather_coalesced, all_gather_into_tensor, gather),
+    *(scatter, all_to_all_single, send_and_receive, receive_from_any_source),
 )
 
 
@@ -193,14 +182,7 @@ def reduce_scatter_tensor(tensor: torch.Tensor, op: Any, rank: int, size: int, g
     return [out]
 
 
-REDUCTIONS = (
-    all_reduce,
-    all_reduce_async,
-    all_reduce_coalesced,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-)
+REDUCTIONS = all_reduce, all_reduce_async, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_tensor
 
 
 def add_gloo() -> Group:
@@ -222,9 +204,8 @@ def compare(suite: str = "") -> dict[str, Any]:
 
     suite: a folder for torch's own tests, which then run in the same ranks.
     """
-    found: dict[str, Any] = {
-        "another rank": attempt(lambda: dist.init_process_group("elastic", rank=5, world_size=9))
-    }
+    other_rank = lambda: dist.init_process_group("elastic", rank=5, world_size=9)  # noqa: E731
+    found: dict[str, Any] = {"another rank": attempt(other_rank)}
     dist.init_process_group("cpu:gloo,cuda:nccl")
     found["named"] = ["gloo" if "gloo" in dist.get_backend() else dist.get_backend()]
     dist.destroy_process_group()
@@ -287,16 +268,15 @@ def observe(group: Group, rank: int, size: int) -> list[Any]:
         lambda: send_and_receive(ones, rank, size, group),
         lambda: dist.send(ones, 1, group=group) if rank == 0 else rank == 1 and dist.recv(ones, group=group),
     ]
-    seen: list[Any] = []
-    for call in calls:
-        with torch.profiler.profile(record_shapes=True) as profiler:
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        for call in calls:
             call()
-        events = [event for event in profiler.events() if re.match("c10d::|gloo:", event.name)]
-        seen.append(sorted((event.name, str(event.input_shapes), event.is_async) for event in events))
-        with CommDebugMode() as mode:
+    events = [event for event in profiler.events() if re.match("c10d::|gloo:", event.name)]
+    with CommDebugMode() as mode:
+        for call in calls:
             call()
-        seen.append({str(name): number for name, number in mode.get_comm_counts().items()})
-    return seen
+    seen = sorted((event.name, str(event.input_shapes), event.is_async) for event in events)
+    return [seen, {str(name): number for name, number in mode.get_comm_counts().items()}]
 
 
 def find_own_ways(found: dict[str, Any], rank: int) -> None:
@@ -320,10 +300,8 @@ def find_own_ways(found: dict[str, Any], rank: int) -> None:
     store.set_timeout(second)
     found["a missing key"] = attempt(lambda: store.get("never set"))
     store.set_timeout(timedelta(minutes=5))
-    waits = [
-        lambda: late.monitored_barrier(timedelta(0)),
-        lambda: named.monitored_barrier(second, wait_all_ranks=True),
-    ]
+    later = partial(named.monitored_barrier, second, wait_all_ranks=True)
+    waits = [lambda: late.monitored_barrier(timedelta(0)), later]
     found["alone in a barrier"] = [attempt(wait) for wait in waits] if rank == 0 else []
     dist.barrier()
 

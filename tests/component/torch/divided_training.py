@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,8 +32,7 @@ class Plan:
 
     Places: "step", between a commit and the optimizer's step; "copies", before a shard is sent to where its copy lies;
     "complete", before a commit counts; "build"; "divide", in the middle of dividing a commit anew. The last two strike
-    in the first world of all workers that begins at that step; "divide again" also in a smaller one. At "flip", before
-    a forward pass, nobody dies: a bit of the rank's own shard flips.
+    in the first world of all workers that begins at that step; "divide again" also in a smaller one.
     """
 
     def __init__(self, folder: str, blows: list[tuple[str, int, tuple[int, ...]]], full: int) -> None:
@@ -47,13 +45,7 @@ class Plan:
         if any(step == state.step for _, step, _ in self._blows):
             await_size(state, self._full)
 
-    def inject_fault(
-        self,
-        place: str,
-        step: int,
-        group: Any,
-        strike: Callable[[], object] = lambda: os.kill(os.getpid(), signal.SIGKILL),
-    ) -> None:
+    def inject_fault(self, place: str, step: int, group: Any) -> None:
         for number, (where, at, ranks) in enumerate(self._blows):
             due = at == step and (group.size == self._full or where == "divide again")
             if where.split()[0] != place or not due or group.rank not in ranks:
@@ -62,12 +54,7 @@ class Plan:
                 open(f"{self._folder}/{number}-{group.rank}", "x").close()
             except FileExistsError:
                 continue
-            strike()
-
-
-def flip_bit(commits: Any, shard: int) -> None:
-    """In the memory of the newest commit."""
-    commits.get_newest_complete().shards[shard][0] ^= 1
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(
@@ -99,12 +86,9 @@ def train(
             fully_shard(model.layers[0])
             fully_shard(model)
         optimizer = torch.optim.AdamW(model.layers.parameters(), lr=0.05)
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "counter": torch.optim.SGD([model.ledger], lr=1.0),
-            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9),
-        }
+        counter = torch.optim.SGD([model.ledger], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+        return {"model": model, "optimizer": optimizer, "counter": counter, "scheduler": scheduler}
 
     @hvd.elastic.run
     def loop(state: Any) -> dict[str, Any]:
@@ -113,13 +97,10 @@ def train(
             for rows, features, targets in loader:
                 state.optimizer.zero_grad()
                 state.counter.zero_grad()
-                if in_job:
-                    group = get_context().group  # type: ignore[union-attr]
-                    plan.inject_fault("flip", state.step, group, lambda: flip_bit(state._commits, group.rank))  # noqa: B023
                 predictions, ledger = state.model(features, rows)
                 loss = (predictions - targets).pow(2).mean() - ledger.mean() * loader.global_rows
                 if in_job:
-                    plan.inject_fault("step", state.step, group)
+                    plan.inject_fault("step", state.step, get_context().group)  # type: ignore[union-attr]
                 (loss * loader.loss_weight).backward()
                 for stepper in (state.optimizer, state.counter, state.scheduler):
                     stepper.step()
@@ -135,11 +116,8 @@ def train(
         return {"weights": weights, "ledger": ledger, "step": state.step}
 
     state = FSDPState(build, loader=loader, step=0)
-    for place, name in (
-        ("copies", "_exchange_copies"),
-        ("divide", "_redistribute"),
-        ("complete", "keep_only"),
-    ):
+    places = {"copies": "_exchange_copies", "divide": "_redistribute", "complete": "keep_only"}
+    for place, name in places.items():
         method = getattr(ShardedCommits, name)
 
         def call_with_fault(self: Any, *given: Any, place: str = place, method: Any = method) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import psutil
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher
 from tests.journals import keep_journal
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 STEPS = 20
 PACE = 0.05  # seconds a step takes at least
 NEVER = 3600.0  # seconds, longer than any test
@@ -173,6 +176,8 @@ class Run:
         modules: tuple[str, ...] = (),
         **arguments: Any,
     ) -> None:
+        if callable(fn):  # workers know no tests
+            cloudpickle.register_pickle_by_value(sys.modules[getattr(fn, "func", fn).__module__])
         self._waiting: list[tuple[int, Callable[[], object]]] = []
         self._threads: list[threading.Thread] = []
         self.lines = io.StringIO()
@@ -180,9 +185,8 @@ class Run:
         arguments = {"min_workers": 1, "stdout": self, **arguments}
         self.call: RunCall = prepare(fn, given, arguments, config)
         preload, spare_after = (*self.call.preload, *modules), 0.0 if spares else NEVER
-        self.cluster = DeviceLauncher(
-            device, self.call.program, preload=preload, room=room, spare_after=spare_after
-        )
+        options = {"preload": preload, "room": room, "spare_after": spare_after}
+        self.cluster = DeviceLauncher(device, self.call.program, **options)
 
     def at(self, step: int, act: Callable[[], object]) -> None:
         self._waiting.append((step, act))

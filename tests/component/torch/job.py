@@ -43,6 +43,7 @@ from tests.fit_configs import make_config
 from tests.journals import keep_journal
 from tests.planned_rows import list_row_ids
 
+Data = tuple[Store, Manifest]
 ROWS, WIDTH, CLASSES = 600, 36, 3
 PACE = 0.04  # seconds
 RUN = "run"
@@ -87,7 +88,7 @@ class Follower(JobListener):
             self.formed.notify_all()
 
 
-def make_data(folder: Path, weight: float = 1.0) -> tuple[Store, Manifest]:
+def make_data(folder: Path, weight: float = 1.0) -> Data:
     """A table of ROWS rows: id, features, class, weight; in row groups of 50. weight: a factor of the weights."""
     rng = np.random.default_rng(7)
     features = rng.normal(size=(ROWS, WIDTH))
@@ -137,7 +138,8 @@ class Job:
 
     def plan(self, manifest: Manifest) -> DataPlan:
         batch = self.global_batch or self.batch_size * self.workers
-        plan = DataPlan.for_run(manifest.group_rows, batch, 5, self.workers, 10_000, 1 << 20)
+        lanes = self.shares or self.workers
+        plan = DataPlan.for_run(manifest.group_rows, batch, 5, lanes, 10_000, 1 << 20)
         return replace(plan, shares=self.shares)
 
     def features(self, manifest: Manifest) -> tuple[Column, ...]:
@@ -204,6 +206,17 @@ def train_elastic(
     return {**left["parameters"], **left["buffers"]}, result
 
 
+def train_and_check(
+    job: Job, data: Data, folder: Path, launcher_for: Any, follower: Any = None, **options: Any
+) -> LaunchResult:
+    """P1, P2 and P4, whatever happens meanwhile. options: of `train_elastic`."""
+    ledger = folder / "ledger"
+    ours, result = train_elastic(job, *data, str(ledger), follower or Follower(), launcher_for, **options)
+    assert difference(ours, train_plain(job, *data)) < 1e-9
+    check_every_row_once(ledger, job.epochs)
+    return result
+
+
 class DeviceLauncher(ProcessLauncher):
     """`ProcessLauncher` whose workers train on a device, which all of them share."""
 
@@ -215,26 +228,20 @@ class DeviceLauncher(ProcessLauncher):
         super().start(replace(spec, device=self._device, slots_per_gpu=8), post)
 
 
-def launcher(
-    task: TorchTrainProgram, room: int, spares: bool = False, device: str = "cpu", *modules: str
-) -> ProcessLauncher:
-    """spares: whether slots start warm spares, at once. Tests that kill whole slots need none.
-    modules: that workers import, beside torch."""
-    preload = ("torch", *modules, *["tests.pretend_device"] * (device == "pretend"))
-    return DeviceLauncher(device, task, preload=preload, room=room, spare_after=0.0 if spares else 3600.0)
-
-
 class LauncherFactory:
-    """Makes the launcher of a training, and keeps it for what a test does to it. options: of `launcher`."""
+    """Makes the launcher of a training, and keeps it for what a test does to it."""
 
     made: ProcessLauncher
 
-    def __init__(self, room: int = 3, **options: Any) -> None:
-        self._room = room
-        self._options = options
+    def __init__(self, room: int = 3, spares: bool = False, device: str = "cpu", *modules: str) -> None:
+        """spares: whether slots start warm spares, at once. Tests that kill whole slots need none.
+        modules: that workers import, beside torch."""
+        self._device = device
+        preload = ("torch", *modules, *["tests.pretend_device"] * (device == "pretend"))
+        self._options: Any = {"preload": preload, "room": room, "spare_after": 0.0 if spares else 3600.0}
 
     def __call__(self, task: TorchTrainProgram) -> ProcessLauncher:
-        self.made = launcher(task, self._room, **self._options)
+        self.made = DeviceLauncher(self._device, task, **self._options)
         return self.made
 
 
@@ -295,3 +302,60 @@ def ledger_of(folder: Path) -> Counter[tuple[int, int]]:
         if line["event"] == "contributes" and final.get((line["epoch"], line["step"])) == line["generation"]:
             seen.update((line["epoch"], row) for row in line["rows"])
     return seen
+
+
+def add_pace(*layers: torch.nn.Module, pace: float = 0.01) -> torch.nn.Module:
+    return SlowNet(torch.nn.Sequential(*layers), pace).double()
+
+
+def mlp(pace: float = 0.01) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return add_pace(torch.nn.Linear(WIDTH, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES), pace=pace)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def make_job() -> Job:
+    return Job(mlp(PACE), sgd, torch.nn.CrossEntropyLoss(), checkpoint_steps=3)
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from spark_elastic.runs.owned_run import OwnedRun
+from tests.component.torch.job import RUN, Follower, LauncherFactory, make_job, read_data, train_elastic
+
+folder = Path(sys.argv[1])
+store, manifest = read_data(folder)
+train_elastic(
+    make_job(), store, manifest, str(folder / "ledger"), Follower(),
+    LauncherFactory(), run=OwnedRun.acquire(store, RUN),
+)
+"""
+
+
+def read_data(folder: Path) -> Data:
+    """What `make_data` made."""
+    store = Store.open(str(folder))
+    return store, Manifest.load(store, "manifest.json")
+
+
+def count_repeated_steps(folder: Path) -> int:
+    """How many steps more than one driver's workers have applied."""
+    lines = (json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines())
+    taken = {(each["epoch"], each["step"], each["attempt"]) for each in lines if each["event"] == "applied"}
+    return len(taken) - len({step[:2] for step in taken})
+
+
+def check_every_row_once_by_attempt(folder: Path, epochs: int) -> None:
+    """What the later driver did stands: generations, which begin anew with each driver, are made to grow."""
+    texts = [path.read_text() for path in sorted(folder.glob("*.jsonl"))]
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
+    for line in lines:
+        line["generation"] += 1_000_000 * line["attempt"]
+    merged = folder / "merged"
+    merged.mkdir()
+    merged.joinpath("all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    check_every_row_once(merged, epochs)

@@ -4,63 +4,41 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import psutil
 import pytest
 
-from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.store import Store
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests import simulated_nccl
 from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.elastic_jobs import JOBS, TOGETHER
 from tests.component.torch.hand_written import STEPS, Run, assert_exact, train
-from tests.component.torch.job import (
-    Follower,
-    Job,
-    check_every_row_once,
-    difference,
-    launcher,
-    make_data,
-    train_elastic,
-    train_plain,
-)
+from tests.component.torch.job import Data, Follower, Job, LauncherFactory, train_and_check
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 
-cloudpickle.register_pickle_by_value(sys.modules[train.__module__])
 SWITCHED = f"gradients travel by {simulated_nccl.NAME} from now on"
 SLOW = 30.0  # seconds that a communicator takes
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> tuple[Store, Manifest]:
-    return make_data(tmp_path)
 
 
 class Training:
     """One training over the simulated NCCL, and what a test does to it."""
 
-    def __init__(
-        self, job: Job, data: tuple[Store, Manifest], folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def __init__(self, job: Job, data: Data, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("SPARK_ELASTIC_BULK_BACKEND", simulated_nccl.NAME)
         self.follower = Follower()
         self._job, self._data, self._folder = job, data, folder
-        self._launchers: list[ProcessLauncher] = []
+        self._make = LauncherFactory(3, False, "cpu", simulated_nccl.__name__)
 
     @property
     def cluster(self) -> ProcessLauncher:
-        return self._launchers[0]
+        return self._make.made
 
     def find_slot(self, which: int) -> int:
         return sorted(self.cluster.slots())[which]
@@ -78,23 +56,13 @@ class Training:
 
     def run(self, acts: dict[str, Callable[[], object]], lease: float = 5.0) -> Any:
         """Check P1, P2 and P4 at the end. Returns what the launch returned."""
-
-        def make(task: TorchTrainProgram) -> ProcessLauncher:
-            self._launchers.append(launcher(task, 3, False, "cpu", simulated_nccl.__name__))
-            return self._launchers[0]
-
-        ledger = self._folder / "ledger"
         with inject_faults(self._folder / "faults", acts):
-            ours, result = train_elastic(
-                self._job, *self._data, str(ledger), self.follower, make, lease=lease
-            )
-        assert difference(ours, train_plain(self._job, *self._data)) < 1e-9
-        check_every_row_once(ledger, self._job.epochs)
-        return result
+            given: Any = self._folder, self._make, self.follower
+            return train_and_check(self._job, self._data, *given, lease=lease)
 
 
 @pytest.fixture
-def mlp(data: tuple[Store, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+def mlp(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
     return Training(JOBS["mlp"], data, tmp_path, monkeypatch)
 
 
@@ -102,7 +70,7 @@ def mlp(data: tuple[Store, Manifest], tmp_path: Path, monkeypatch: pytest.Monkey
     "name", [pytest.param(name, marks=[pytest.mark.faults] * (name != TOGETHER)) for name in JOBS]
 )
 def test_p1_p2_p3_p4_hold_under_two_kills(
-    name: str, data: tuple[Store, Manifest], tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    name: str, data: Data, tmp_path: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(JOBS[name], data, tmp_path, monkeypatch)
 
@@ -213,12 +181,9 @@ def test_the_gradients_of_a_hand_written_loop(fault: Fault, monkeypatch: pytest.
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_workers_that_share_a_gpu_exchange_through_the_host(
-    device: str, data: tuple[Store, Manifest]
-) -> None:
+def test_workers_that_share_a_gpu_exchange_through_the_host(device: str, data: Data, tmp_path: Path) -> None:
     """NCCL builds no communicator for them."""
-    follower, job = Follower(), JOBS["mlp"]
-    ours, _ = train_elastic(job, *data, None, follower, lambda task: launcher(task, 3, False, device))
-    assert difference(ours, train_plain(job, *data)) < 1e-9
+    follower = Follower()
+    train_and_check(JOBS["mlp"], data, tmp_path, LauncherFactory(device=device), follower)
     (line,) = {line for line in follower.lines if "through host memory" in line}
     assert "ranks [0, 1, 2] share a GPU" in line

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 
-from spark_elastic.errors import WorkerFailed
-from tests.component.torch import divided_training
 from tests.component.torch.divided_training import assert_exact, train
-from tests.component.torch.hand_written import Run, await_size
+from tests.component.torch.hand_written import Run
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
-
-for name in (__name__, divided_training.__name__, await_size.__module__):
-    cloudpickle.register_pickle_by_value(sys.modules[name])
 
 EPOCHS = 4
 Blows = list[tuple[str, int, tuple[int, ...]]]
@@ -55,23 +48,6 @@ def test_kills_cost_no_committed_step_and_no_row(
     assert_exact(results, alone, EPOCHS)
     assert run.sizes()[0] == size
     assert len(run.sizes()) > len(blows)
-
-
-@pytest.mark.faults
-def test_a_shard_of_which_a_bit_flipped_comes_from_its_copy(tmp_path: Path, alone: dict[str, Any]) -> None:
-    run, results = play(tmp_path, [("flip", 4, (1,)), ("step", 4, (0,))], 3)
-    assert_exact(results, alone, EPOCHS)
-    assert re.search(r"shard 1 of commit \d+ is damaged in this worker's memory", run.lines.getvalue())
-
-
-@pytest.mark.faults  # the name is a unit's test, and the loss of both is the test below
-def test_a_shard_that_is_lost_with_its_copy_ends_the_job_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(
-        WorkerFailed,
-        match=r"commit \d+ is lost with the workers that held parts of it: shard 0, which rank 0 on host-\d held, and "
-        r"its copy on rank 1 on host-\d. Pass run_id= and store=",
-    ):
-        play(tmp_path, [("step", 3, (0, 1))], 3)
 
 
 def test_kills_cost_no_committed_step_and_a_shard_lost_with_its_copy_comes_from_the_checkpoint(

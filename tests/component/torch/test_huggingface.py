@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 
@@ -18,10 +16,17 @@ from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
 
-for name in (__name__, hold.__module__):
-    cloudpickle.register_pickle_by_value(sys.modules[name])
-
 ROWS, EPOCHS, BATCH = 38, 3, 6
+
+
+def make_arguments(folder: Any, **given: Any) -> Any:
+    """Of a Trainer that writes nothing."""
+    import transformers
+
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
+    # A worker without a GPU needs no `use_cpu`.
+    given = {"use_cpu": torch.cuda.is_available(), **quiet, **given}
+    return transformers.TrainingArguments(str(folder), **given)
 
 
 def train_net(folder: str, holds: dict[int, int | str], **given: Any) -> dict[str, Any]:
@@ -99,42 +104,15 @@ def train_divided_net(folder: str, holds: dict[int, int | str], resume: str | No
     return train_net(folder, holds, settings=settings, resume=resume)
 
 
-def train_language_model(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
-    """A small Llama whose loss is a mean over the tokens of all ranks; two batches make a step."""
-    import transformers
-
-    drawn = torch.Generator().manual_seed(3)
-    lengths = torch.randint(3, 9, (ROWS,), generator=drawn).tolist()
-    rows = [torch.randint(0, 32, (length,), generator=drawn) for length in lengths]
-
-    def collate(batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        labels = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-100)
-        return {"input_ids": labels.clamp(min=0), "attention_mask": labels.ne(-100).long(), "labels": labels}
-
-    torch.manual_seed(7)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config).double()
-    return _train(folder, model, rows, holds, [], data_collator=collate, accumulation=2)
-
-
-def train_classifier(
-    folder: str,
-    holds: dict[int, int | str],
-    takes_all: bool = True,
-    own_loss: bool = False,
-    compares: str = "",
-) -> dict[str, Any]:
+def train_classifier(folder: str, takes_all: bool, own_loss: bool, compares: bool) -> dict[str, Any]:
     """A net that averages its loss by itself, as BERT does; two batches make a step.
 
     takes_all: its forward takes any argument, so that the Trainer gives it a count of items.
     own_loss: the Trainer's class has a `compute_loss` of its own.
-    compares: and so it has, of the rows of all ranks: "loss": its loss gathers them, "trainer": the Trainer does.
+    compares: that compares the rows of all ranks, which the Trainer gathers.
     """
     import transformers
 
-    import spark_elastic.torch as hvd
     from spark_elastic.integrations.huggingface import elastic_trainer
 
     drawn = torch.Generator().manual_seed(3)
@@ -157,25 +135,26 @@ def train_classifier(
             labels = inputs["labels"]
             outputs = model(inputs["x"], labels[: len(inputs["x"])])
             if compares:
-                gather = hvd.gather_rows if compares == "loss" else torch.clone
-                unit = torch.nn.functional.normalize(gather(outputs["logits"]))
-                labels = gather(labels)
+                unit = torch.nn.functional.normalize(outputs["logits"])
                 same = (labels[:, None] == labels).double()
                 loss = (unit @ unit.T - same).square().mean()
-                return (loss, outputs) if return_outputs else loss
-            loss = torch.nn.functional.cross_entropy(outputs["logits"], labels)
+            else:
+                loss = torch.nn.functional.cross_entropy(outputs["logits"], labels)
             return (loss, outputs) if return_outputs else loss
 
     torch.manual_seed(7)
     net = (LenientNet if takes_all else Net)(4, 4).double()
-    kind = elastic_trainer(OwnLoss if own_loss or compares else transformers.Trainer)
-    names = ("logits", "labels") if compares == "trainer" else ()
+    kind = elastic_trainer(OwnLoss if own_loss else transformers.Trainer)
+    names = ("logits", "labels") if compares else ()
     options: dict[str, Any] = {"kind": kind, "eval_dataset": rows, "gather_rows": names}
-    return _train(folder, net, rows, holds, [], accumulation=2, **options)
+    return _train(folder, net, rows, {}, [], accumulation=2, **options)
 
 
-def train_contrastive(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
-    return train_classifier(folder, holds, compares="loss")
+CASES = [(True, False, False), (True, True, False), (False, True, False), (True, True, True)]
+
+
+def train_one_after_another(folder: str) -> tuple[list[float], list[dict[str, Any]]]:
+    return train_by_accelerate(3), [train_classifier(folder, *case) for case in CASES]
 
 
 def _train(
@@ -211,21 +190,9 @@ def _train(
             if state.global_step in holds:  # rows and counters belong together here, so the world may change
                 hold(trainers[0]._adapter.state, holds[state.global_step])
 
-    args = transformers.TrainingArguments(
-        folder,
-        num_train_epochs=EPOCHS,
-        gradient_accumulation_steps=accumulation,
-        learning_rate=0.05,
-        max_grad_norm=0.0,
-        logging_steps=4,
-        **{"save_strategy": "no", **(settings or {})},
-        report_to="none",
-        use_cpu=torch.cuda.is_available(),  # a worker without a GPU needs no argument
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        seed=5,
-    )
+    numbers = {"num_train_epochs": EPOCHS, "learning_rate": 0.05, "max_grad_norm": 0.0, "logging_steps": 4}
+    numbers |= {"gradient_accumulation_steps": accumulation, "seed": 5}
+    args = make_arguments(folder, **numbers, **(settings or {}))
     with args.main_process_first(desc="tokenizing"):
         ranks = hvd.allgather_object(hvd.rank())
         outside = [hvd.rank(), hvd.size(), args.process_index, args.world_size, ranks]
@@ -234,9 +201,8 @@ def _train(
     with PartialState().main_process_first(), PartialState().local_main_process_first():
         name = ["a name" if PartialState().is_main_process else ""]
     broadcast_object_list(name)
-    trainer = (kind or ElasticTrainer)(
-        model, args, train_dataset=rows, callbacks=[SlowSteps()], global_batch_size=BATCH, **options
-    )
+    options |= {"train_dataset": rows, "callbacks": [SlowSteps()], "global_batch_size": BATCH}
+    trainer = (kind or ElasticTrainer)(model, args, **options)
     trainers.append(trainer)
     output = trainer.train(resume)
     if args.fsdp:
@@ -258,27 +224,16 @@ def _train(
 
 
 @pytest.mark.scenario("G2")
-@pytest.mark.parametrize(
-    ("train", "steps"),
-    [
-        (train_net, 21),
-        (train_divided_net, 21),
-        pytest.param(train_classifier, 12, marks=pytest.mark.faults),
-        pytest.param(train_contrastive, 12, marks=pytest.mark.faults),
-        pytest.param(train_language_model, 12, marks=pytest.mark.faults),
-    ],
-)
-def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
-    train: Any, steps: int, fault: Fault, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("train", [train_net, train_divided_net])
+def test_p1_p2_a_trainer_continues_at_the_step_in_flight(train: Any, fault: Fault, tmp_path: Path) -> None:
     alone = train(str(tmp_path), {})
-    assert alone["trained"] == list(range(1, steps + 1))
+    assert alone["trained"] == list(range(1, 22))
     run = Run(train, (str(tmp_path), {9: 2, 11: 3} if fault.on else {}), room=2, num_workers=2, max_workers=2)
     run.at(5, lambda: fault(run.workers()[0].kill))
     results = run.results()
     assert_continued(run, results, alone, EPOCHS, "steps", "epoch", "logged", "rate")
     for result in results:
-        assert result.get("in_order", True), "the order of the Trainer's own loader was dropped"
+        assert result["in_order"], "the order of the Trainer's own loader was dropped"
         rank, size, *_, name = result["outside"]
         assert result["outside"] == [rank, size, rank, size, list(range(size)), name]
         assert name == "a name"
@@ -335,11 +290,9 @@ def stop_after_an_evaluation(folder: str, epochs: int) -> list[int]:
 
     trained: list[int] = []
     rows = [{"x": torch.ones(4) * i, "labels": torch.ones(1)} for i in range(24)]
-    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
-    args = transformers.TrainingArguments(folder, num_train_epochs=epochs, eval_strategy="epoch", **quiet)
-    ElasticTrainer(
-        Net(4, 1), args, train_dataset=rows, eval_dataset=rows, callbacks=[Stop()], global_batch_size=6
-    ).train()
+    args = make_arguments(folder, num_train_epochs=epochs, eval_strategy="epoch")
+    given: dict[str, Any] = {"train_dataset": rows, "eval_dataset": rows, "global_batch_size": BATCH}
+    ElasticTrainer(Net(4, 1), args, callbacks=[Stop()], **given).train()
     return trained
 
 
@@ -350,33 +303,21 @@ def test_p2_a_training_that_a_callback_has_ended_does_not_go_on_in_the_next_worl
     assert run.sizes() == [2, 1]
 
 
-@pytest.mark.parametrize(
-    ("size", "takes_all", "own_loss", "compares"),
-    [
-        (1, True, False, ""),
-        (2, True, False, ""),
-        (2, True, True, ""),
-        (2, True, True, "trainer"),
-        pytest.param(3, True, True, "", marks=pytest.mark.faults),
-        pytest.param(3, True, False, "", marks=pytest.mark.faults),
-        pytest.param(3, False, True, "", marks=pytest.mark.faults),
-        pytest.param(3, True, True, "trainer", marks=pytest.mark.faults),
-    ],
-)
-def test_p2_a_loss_of_a_ranks_rows_becomes_that_of_all_rows(
-    size: int, takes_all: bool, own_loss: bool, compares: str, tmp_path: Path
-) -> None:
-    expected = train_classifier(str(tmp_path), {}, takes_all=False, compares=compares)
-    given = str(tmp_path), {}, takes_all, own_loss, compares
-    if size == 1:
-        results = [train_classifier(*given)]
-    else:
-        results = Run(train_classifier, given, room=size, num_workers=size, max_workers=size).results()
-    for result in results:
-        assert result["weights"] == pytest.approx(expected["weights"], rel=1e-9)
-        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-        # The Trainer evaluates the first rows twice where they do not divide evenly.
-        assert result["evaluated"] == pytest.approx(expected["evaluated"], rel=0.02)
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.faults)])
+def test_p2_p4_a_loss_of_a_ranks_rows_becomes_that_of_all_rows(size: int, tmp_path: Path) -> None:
+    """In Accelerate alone, and in the Trainer."""
+    folder, sizes = str(tmp_path), {"room": size, "num_workers": size, "max_workers": size}
+    run = Run(train_one_after_another, (folder,), **sizes)
+    results = run.results() if size > 1 else [train_one_after_another(folder)]
+    accelerated = train_by_accelerate(3)
+    assert all(weights == pytest.approx(accelerated, rel=1e-9) for weights, _ in results)
+    for number, (*_, compares) in enumerate(CASES):
+        expected = train_classifier(folder, False, compares, compares)
+        for result in (of_rank[number] for _, of_rank in results):
+            assert result["weights"] == pytest.approx(expected["weights"], rel=1e-9)
+            assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+            # The Trainer evaluates the first rows twice where they do not divide evenly.
+            assert result["evaluated"] == pytest.approx(expected["evaluated"], rel=0.02)
 
 
 def train_and_evaluate(folder: str, holds: dict[int, int | str]) -> dict[str, Any]:
@@ -420,17 +361,11 @@ def train_and_evaluate(folder: str, holds: dict[int, int | str]) -> dict[str, An
 
     torch.manual_seed(7)
     net = Net()
-    args = transformers.TrainingArguments(
-        folder, num_train_epochs=EPOCHS, eval_strategy="epoch", save_strategy="no", report_to="none",
-        use_cpu=True, disable_tqdm=True, remove_unused_columns=False, bf16=True, neftune_noise_alpha=5.0,
-        dataloader_num_workers=1, dataloader_persistent_workers=True,
-    )  # fmt: skip
-    trainers.append(
-        ElasticTrainer(
-            net, args, train_dataset=rows, eval_dataset=rows, global_batch_size=BATCH, callbacks=[Watch()],
-            compute_metrics=count_rows,
-        )
-    )  # fmt: skip
+    loaders = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    numbers = {"num_train_epochs": EPOCHS, "bf16": True, "neftune_noise_alpha": 5.0}
+    args = make_arguments(folder, eval_strategy="epoch", use_cpu=True, **numbers, **loaders)
+    given: dict[str, Any] = {"train_dataset": rows, "eval_dataset": rows, "global_batch_size": BATCH}
+    trainers.append(ElasticTrainer(net, args, callbacks=[Watch()], compute_metrics=count_rows, **given))
     trainers[0].train()
     wrappers, forward = 0, net.__dict__.get("forward")
     while forward is not None:
@@ -438,9 +373,7 @@ def train_and_evaluate(folder: str, holds: dict[int, int | str]) -> dict[str, An
     return {"evaluated": evaluated, "noises": set(noises), "wrappers": wrappers}
 
 
-def test_a_trainer_evaluates_all_rows_in_every_world_and_prepares_the_model_once(
-    fault: Fault, tmp_path: Path
-) -> None:
+def test_a_trainer_evaluates_all_rows_in_any_world_and_prepares_once(fault: Fault, tmp_path: Path) -> None:
     alone = train_and_evaluate(str(tmp_path), {})
     assert alone["evaluated"] == [ROWS] * EPOCHS
     run = Run(train_and_evaluate, (str(tmp_path), {9: 2, 11: 3}), room=2, num_workers=2, max_workers=2)
@@ -453,9 +386,7 @@ def test_a_trainer_evaluates_all_rows_in_every_world_and_prepares_the_model_once
         assert result["wrappers"] == alone["wrappers"]
 
 
-def test_the_scale_of_fp16_and_the_epoch_continue_in_the_next_world(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_scale_and_epoch_continue_in_the_next_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import transformers
 
     from spark_elastic.integrations import huggingface, trainer_adapter
@@ -483,9 +414,7 @@ def test_the_scale_of_fp16_and_the_epoch_continue_in_the_next_world(
 
     epochs: list[float] = []  # as users' callbacks see them
     monkeypatch.setattr(trainer_adapter, "run", run_in_two_worlds)
-    args = transformers.TrainingArguments(
-        str(tmp_path), max_steps=4, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True
-    )
+    args = make_arguments(tmp_path, max_steps=4, use_cpu=True)
     rows = [{"x": torch.ones(4)} for _ in range(8)]
     trainer = Trainer(Net(4, 1), args, train_dataset=rows, global_batch_size=2, callbacks=[Loss()])
     trainer.train()
@@ -509,9 +438,8 @@ def train_by_accelerate(steps: int) -> list[float]:
         assert accelerator.num_processes == hvd.size()
         prepared, stepper = accelerator.prepare(model, optimizer)
         while state.step < steps:
-            batch = torch.randn(
-                7, 4, generator=torch.Generator().manual_seed(state.step), dtype=torch.float64
-            )
+            drawn = torch.Generator().manual_seed(state.step)
+            batch = torch.randn(7, 4, generator=drawn, dtype=torch.float64)
             mine = batch[accelerator.process_index :: accelerator.num_processes]
             gathered = accelerator.gather_for_metrics({"rows": mine, "ranks": torch.tensor(hvd.rank())})
             assert len(gathered["rows"]) == len(batch), "ranks whose parts differ by a row"
@@ -526,42 +454,23 @@ def train_by_accelerate(steps: int) -> list[float]:
     return [float(value) for p in model.parameters() for value in p.detach().reshape(-1)]
 
 
-def test_p4_accelerate_is_distributed_on_workers_without_a_gpu() -> None:
-    run = Run(train_by_accelerate, (3,), room=2, num_workers=2, max_workers=2)
-    for result in run.results():
-        assert result == pytest.approx(train_by_accelerate(3), rel=1e-9)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate takes the GPU")
-def test_p4_replicas_that_accelerate_would_train_separately_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    import transformers
-
+def test_p4_accelerate_training_apart_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from spark_elastic.integrations import huggingface, trainer_adapter
 
-    members = tuple(
-        Member(WorkerId(f"{rank}-0.1"), SlotId(f"{rank}-0"), HostId("a"), rank, rank, 2, 0, 1, None)
-        for rank in (0, 1)
-    )
+    ids = [(WorkerId(f"{rank}-0.1"), SlotId(f"{rank}-0"), HostId("a")) for rank in (0, 1)]
+    members = tuple(Member(*ids[rank], rank, rank, 2, 0, 1, None) for rank in (0, 1))
     world = World(Fence(1, 1), members, None, "start")
-    monkeypatch.setattr(
-        huggingface,
-        "get_context",
-        lambda: WorkerContext(members[0].worker, world.view_of(members[0].worker)),
-    )
-    with pytest.raises(
-        InvalidInput, match="each of the 2 workers for a training of its own, on cpu: set device="
-    ):
+    me = WorkerId("0-0.1")
+    monkeypatch.setattr(huggingface, "get_context", lambda: WorkerContext(me, world.view_of(me)))
+    says = "each of the 2 workers for a training of its own, on cpu: set device="
+    with pytest.raises(InvalidInput, match=says):
         huggingface.create_accelerator()
     monkeypatch.setattr(trainer_adapter, "run", run_in_two_worlds)
-    args = transformers.TrainingArguments(str(tmp_path), report_to="none")
-    trainer = huggingface.ElasticTrainer(
-        torch.nn.Linear(4, 1), args, train_dataset=[{"x": torch.ones(4)}], global_batch_size=1
-    )
-    with pytest.raises(
-        InvalidInput, match="each of the 2 workers for a training of its own, on cpu: set device="
-    ):
+    net, rows = torch.nn.Linear(4, 1), [{"x": torch.ones(4)}]
+    args = make_arguments(tmp_path)
+    trainer = huggingface.ElasticTrainer(net, args, train_dataset=rows, global_batch_size=1)
+    with pytest.raises(InvalidInput, match=says):
         trainer.train()
 
 
@@ -570,9 +479,8 @@ def test_a_state_takes_the_optimizer_that_accelerate_has_prepared() -> None:
     from spark_elastic.integrations.huggingface import create_accelerator
 
     model = torch.nn.Linear(2, 1)
-    prepared, optimizer = create_accelerator(cpu=True).prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1)
-    )
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = create_accelerator(cpu=True).prepare(model, plain)
     state: Any = hvd.elastic.TorchState(prepared, optimizer)
     before = model.weight.detach().clone()
     prepared(torch.ones(1, 2)).sum().backward()

@@ -21,8 +21,6 @@ import torch
 from torch.nn.functional import mse_loss
 
 from elastic_collectives import Group
-from spark_elastic.data.manifest import Manifest
-from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.training.loop import CHANGE
@@ -32,9 +30,8 @@ from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.worker.program import Stopped
 from tests.component.threads import make_handle, make_world, run_task
-from tests.component.torch.elastic_jobs import JOBS
-from tests.component.torch.hooked_job import HookedJob, make_job
-from tests.component.torch.job import ROWS, RUN, WIDTH, Job, difference, make_data
+from tests.component.torch.elastic_jobs import make_hooked_job
+from tests.component.torch.job import ROWS, RUN, WIDTH, Data, Job, difference, make_data
 from tests.fit_configs import change
 from tests.pages import blocks
 from tests.planned_rows import list_row_ids
@@ -43,53 +40,11 @@ from tests.unit.torch.worlds import run_in_world
 pytestmark = pytest.mark.native
 
 
-class TwoHeads(torch.nn.Module):
-    """Two equal outputs."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Any) -> tuple[Any, Any]:
-        output = self.module(x)
-        return output, output[:, 0]
-
-
-def train_two_heads(folder: Path, weight: float, validation_batch: int) -> dict[str, Any]:
-    """The first epoch of two ranks, with a loss for each of two outputs. weight: a factor of the rows' weights."""
-    folder.mkdir()
-    (store, manifest), job = make_data(folder, weight), JOBS["row weights"]
-    plan = replace(job.plan(manifest), shuffle=False, global_batch=validation_batch, lanes=2)
-    seen = Rows(store, manifest, plan)
-
-    def work(group: Group) -> Any:
-        made = job.task(store, manifest)
-        trainer: Any = made._trainer
-        config = change(made._spec.config, label_cols=("y", "w"))
-        spec = replace(made._spec, config=config, validation=seen)
-        model, losses = TwoHeads(trainer._objects.model), (*trainer._objects.losses, torch.nn.MSELoss())
-        objects = replace(trainer._objects, model=model, losses=losses, loss_weights=(0.25, 0.75))
-        return json.loads(run_task(TorchTrainProgram(spec, objects), group).result)["history"][0]
-
-    entry: dict[str, Any] = run_in_world(2, work)[0]
-    return entry
-
-
-LOSSES = [prefix + name for prefix in ("", "val_") for name in ("loss", "loss_y", "loss_w")]
-
-
 def test_losses_are_nan_where_all_sample_weights_are_zero(tmp_path: Path) -> None:
-    entry = train_two_heads(tmp_path / "data", 0.0, 40)
-    assert [math.isnan(entry[name]) for name in LOSSES] == [True] * 6
-
-
-def test_losses_of_several_outputs_do_not_depend_on_the_size_of_validation_steps(tmp_path: Path) -> None:
-    """Steps differ in the sums of their rows' weights."""
-    small, large = (train_two_heads(tmp_path / str(rows), 1.0, rows) for rows in (40, 10))
-    assert {name: large[name] for name in LOSSES} == pytest.approx({name: small[name] for name in LOSSES})
-    for prefix in ("", "val_"):
-        parts = 0.25 * small[f"{prefix}loss_y"] + 0.75 * small[f"{prefix}loss_w"]
-        assert small[f"{prefix}loss"] == pytest.approx(parts)
+    data, job = make_data(tmp_path, weight=0.0), replace(make_hooked_job(), weight="w", epochs=1)
+    history = run_in_world(2, lambda group: json.loads(run_task(job.task(*data), group).result)["history"])
+    losses = [prefix + name for prefix in ("", "val_") for name in ("loss", "loss_y", "loss_w")]
+    assert [math.isnan(history[0][0][name]) for name in losses] == [True] * 6
 
 
 class SetLearningRate(Callback):
@@ -97,12 +52,12 @@ class SetLearningRate(Callback):
         training.learning_rate = 0.01
 
 
-def test_p4_the_synced_state_replaces_values_that_a_newcomer_sets_at_its_start(tmp_path: Path) -> None:
-    (store, manifest), job = make_data(tmp_path), make_job()
+def test_p4_the_synced_state_replaces_values_that_a_newcomer_sets_at_its_start(data: Data) -> None:
+    job = make_hooked_job()
     world = make_world(receives=True)
 
     def work(group: Group) -> float:
-        task = job.task(store, manifest)
+        task = job.task(*data)
         trainer: Any = task._trainer
         trainer._objects = replace(trainer._objects, callbacks=(SetLearningRate(),))
         task.prepare()
@@ -117,21 +72,9 @@ def test_p4_the_synced_state_replaces_values_that_a_newcomer_sets_at_its_start(t
     assert run_in_world(2, work) == [0.04, 0.04]
 
 
-@dataclass(frozen=True)
-class EndingJob(HookedJob):
+class StopTraining(Callback):
     """`who` asks for the end before step 4 of epoch 0."""
 
-    who: int = 0
-
-    def task(self, store: Store, manifest: Manifest, ledger: str | None = None) -> TorchTrainProgram:
-        task = super().task(store, manifest, ledger)
-        trainer: Any = task._trainer
-        objects = trainer._objects
-        trainer._objects = replace(objects, callbacks=(*objects.callbacks, StopTraining(self.who)))
-        return task
-
-
-class StopTraining(Callback):
     def __init__(self, who: int) -> None:
         self._who = who
 
@@ -141,13 +84,17 @@ class StopTraining(Callback):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_r06_a_stop_by_rank_0_within_an_epoch_ends_it_on_all_ranks(who: int, tmp_path: Path) -> None:
-    (store, manifest), job = make_data(tmp_path), EndingJob(**vars(make_job()), who=who)
+def test_r06_a_stop_by_rank_0_within_an_epoch_ends_it_on_all_ranks(who: int, data: Data) -> None:
+    job = make_hooked_job()
 
     def work(group: Group) -> Any:
-        return json.loads(run_task(job.task(store, manifest), group).result)["history"]
+        task = job.task(*data)
+        trainer: Any = task._trainer
+        objects = trainer._objects
+        trainer._objects = replace(objects, callbacks=(*objects.callbacks, StopTraining(who)))
+        return json.loads(run_task(task, group).result)["history"]
 
-    plan = job.plan(manifest)
+    plan = job.plan(data[1])
     for history in run_in_world(2, work):
         steps = 5 if who == 0 else plan.steps
         assert [entry["epoch"] for entry in history] == ([0] if who == 0 else [0, 1])
@@ -162,17 +109,17 @@ def test_r06_a_stop_by_rank_0_within_an_epoch_ends_it_on_all_ranks(who: int, tmp
     [(8, 4, Position(0, Phase.TRAIN, 4)), (ROWS // 3, 1, Position(1, Phase.TRAIN, 0))],
 )
 def test_r18_the_last_step_before_the_time_limit_is_durable(
-    tmp_path: Path, batch_size: int, last: int, here: Position
+    data: Data, batch_size: int, last: int, here: Position
 ) -> None:
     """What `max_runtime` brings about, heard of by one rank: all stop there, and what was not due is written."""
-    (store, manifest), job = make_data(tmp_path), replace(make_job(), batch_size=batch_size)
+    job = replace(make_hooked_job(), batch_size=batch_size)
     told: list[Checkpoint] = []
 
     def work(group: Group) -> tuple[Any, Any]:
         ends = [INITIAL_VERSION.next(job_ends=True)] * job.workers
         heard = iter([INITIAL_VERSION] * (last - 1 + group.rank) + ends)
         handle = make_handle(membership_version=lambda: next(heard), report_checkpoint=told.append)
-        task = job.task(store, manifest)
+        task = job.task(*data)
         rare = CheckpointPolicy(RUN, 100_000, None)
         task._spec = replace(task._spec, checkpoints=rare, validation=None)
         task.prepare()
@@ -183,7 +130,7 @@ def test_r18_the_last_step_before_the_time_limit_is_durable(
     assert run_in_world(2, work) == [(Stopped(CHANGE), here)] * 2
     (checkpoint,) = told
     assert checkpoint.position == here
-    CheckpointStore(store, RUN).read_first_undamaged((checkpoint,))
+    CheckpointStore(data[0], RUN).read_first_undamaged((checkpoint,))
 
 
 RATE, WORKERS, EPOCHS = 1.0, 2, 2
@@ -283,26 +230,21 @@ class Case:
         return TorchUserObjects(Net(self.dtype), sgd, (), train_minibatch_fn=own)
 
 
-def make_table(folder: Path, poisoned: bool) -> tuple[Store, Manifest]:
-    """poisoned: one row has a label whose scaled gradient fp16 cannot hold."""
-    store, manifest = make_data(folder)
-    if poisoned:
-        path = store.path("rows/part.parquet")
-        table = pq.read_table(path)
-        weights = table["w"].to_numpy().copy()
-        weights[17] = 1e7
-        table = table.set_column(table.schema.get_field_index("w"), "w", [weights])
-        pq.write_table(table, path, row_group_size=50)
-    return store, manifest
+def poison(data: Data) -> None:
+    """Give one row a label whose scaled gradient fp16 cannot hold."""
+    path = data[0].path("rows/part.parquet")
+    table = pq.read_table(path)
+    weights = table["w"].to_numpy().copy()
+    weights[17] = 1e7
+    table = table.set_column(table.schema.get_field_index("w"), "w", [weights])
+    pq.write_table(table, path, row_group_size=50)
 
 
-def train(
-    case: Case, store: Store, manifest: Manifest
-) -> tuple[list[dict[str, torch.Tensor]], Any, set[Any]]:
+def train(case: Case, data: Data) -> tuple[list[dict[str, torch.Tensor]], Any, set[Any]]:
     """The weights of each rank, the history, and how forwards were computed."""
     job = Job(Net(), sgd, None, epochs=EPOCHS, batch_size=50, workers=WORKERS)
-    seen = Rows(store, manifest, replace(job.plan(manifest), shuffle=False))
-    spec = job.task(store, manifest)._spec
+    seen = Rows(*data, replace(job.plan(data[1]), shuffle=False))
+    spec = job.task(*data)._spec
     config = change(spec.config, label_cols=("w",), **case.options)
     spec = replace(spec, config=config, validation=seen)
     objects = case.objects()  # once: threads that draw at the same time get other numbers
@@ -317,19 +259,17 @@ def train(
     return [rank[0] for rank in ranks], ranks[0][1], ranks[0][2]
 
 
-def train_plain(
-    case: Case, store: Store, manifest: Manifest, **less: Any
-) -> tuple[dict[str, torch.Tensor], int]:
+def train_plain(case: Case, data: Data, **less: Any) -> tuple[dict[str, torch.Tensor], int]:
     """Weights, and how many steps were left out. less: options that are taken away."""
     options = case.options | less
-    table = pq.read_table(store.path("rows/part.parquet"))
+    table = pq.read_table(data[0].path("rows/part.parquet"))
     x = torch.tensor(np.stack(table["x"].to_numpy()), dtype=case.dtype)
     y = torch.tensor(table["w"].to_numpy().copy(), dtype=case.dtype)
     model, precision, skipped = Net(case.dtype), options.get("precision"), 0
     optimizer = sgd(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     clip = options.get("gradient_clip_value")
-    plan = Job(Net(), sgd, None, batch_size=50, workers=WORKERS).plan(manifest)
+    plan = Job(Net(), sgd, None, batch_size=50, workers=WORKERS).plan(data[1])
     for epoch in range(EPOCHS):
         for step in range(plan.steps):
             rows = torch.from_numpy(list_row_ids(plan, epoch, step))
@@ -360,13 +300,12 @@ EXACT = [
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_p2_an_option_changes_nothing_that_a_plain_loop_would_not(tmp_path: Path, case: Case) -> None:
-    store, manifest = make_table(tmp_path, poisoned=False)
-    ranks, history, seen = train(case, store, manifest)
-    assert difference(ranks[0], train_plain(case, store, manifest)[0]) < 1e-9
+def test_p2_an_option_changes_nothing_that_a_plain_loop_would_not(data: Data, case: Case) -> None:
+    ranks, history, seen = train(case, data)
+    assert difference(ranks[0], train_plain(case, data)[0]) < 1e-9
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
     if case.options.get("gradient_clip_value"):
-        free = train_plain(case, store, manifest, gradient_clip_value=None)[0]
+        free = train_plain(case, data, gradient_clip_value=None)[0]
         assert difference(ranks[0], free) > 1e-3, "nothing clipped"
     if case.kind == "lightning":
         assert [entry["learning_rate"] for entry in history] == [RATE, RATE / 2]
@@ -378,13 +317,12 @@ def test_p2_an_option_changes_nothing_that_a_plain_loop_would_not(tmp_path: Path
     assert most == case.options.get("val_batch_size", 50)
 
 
-def test_validation_values_keep_the_names_that_the_module_logs(tmp_path: Path) -> None:
-    store, manifest = make_table(tmp_path, poisoned=False)
-    _, history, _ = train(Case("lightning"), store, manifest)
+def test_validation_values_keep_the_names_that_the_module_logs(data: Data) -> None:
+    _, history, _ = train(Case("lightning"), data)
     assert {name for name in history[0] if name.startswith("val_")} == {"val_far", "val_rows"}
-    ranks, history, _ = train(Case("lightning", module=ModuleLoggingLoss), store, manifest)
+    ranks, history, _ = train(Case("lightning", module=ModuleLoggingLoss), data)
     assert {name for name in history[0] if name.startswith("val_")} == {"val_loss", "val_rows"}
-    table, net = pq.read_table(store.path("rows/part.parquet")), Net(torch.float64)
+    table, net = pq.read_table(data[0].path("rows/part.parquet")), Net(torch.float64)
     net.load_state_dict(ranks[0])
     with torch.no_grad():
         output = net(torch.tensor(np.stack(table["x"].to_numpy()), dtype=torch.float64))
@@ -392,7 +330,7 @@ def test_validation_values_keep_the_names_that_the_module_logs(tmp_path: Path) -
     assert history[-1]["val_loss"] == pytest.approx(float(expected))
 
 
-def test_the_lightning_module_of_the_documentation_trains(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_lightning_module_of_the_documentation_trains(data: Data, monkeypatch: Any) -> None:
     pytest.importorskip("pyspark")
     from spark_elastic.estimators import torch_estimator, torch_objects, validation
 
@@ -404,16 +342,14 @@ def test_the_lightning_module_of_the_documentation_trains(tmp_path: Path, monkey
     (program,) = [each for each in blocks("estimators.md", "python") if "LightningModule" in each]
     exec(compile(program.replace("Linear(10", f"Linear({WIDTH}"), "estimators.md", "exec"), {"df": None})
     case: Any = SimpleNamespace(options={}, objects=lambda: asked[0].objects)
-    store, manifest = make_table(tmp_path, poisoned=False)
-    _, history, _ = train(case, store, manifest)
+    _, history, _ = train(case, data)
     assert {"loss", "val_loss", "val_rows"} <= history[0].keys()
     assert history[-1]["val_loss"] < history[0]["val_loss"]
 
 
-def test_modules_in_evaluation_mode_stay_in_it(tmp_path: Path) -> None:
+def test_modules_in_evaluation_mode_stay_in_it(data: Data) -> None:
     """Behind each validation, too."""
-    store, manifest = make_table(tmp_path, poisoned=False)
-    ranks, _, _ = train(Case("lightning", module=ModuleWithFrozenLayer), store, manifest)
+    ranks, _, _ = train(Case("lightning", module=ModuleWithFrozenLayer), data)
     assert ranks[0]["norm.num_batches_tracked"] == 0
     assert not ranks[0]["norm.running_mean"].any()
 
@@ -422,14 +358,13 @@ def test_modules_in_evaluation_mode_stay_in_it(tmp_path: Path) -> None:
     ("kind", "precision"),
     [("loss", "bf16"), ("mean", "bf16"), ("rows", "fp16"), ("lightning", "bf16"), ("lightning", "fp16")],
 )
-def test_forwards_are_computed_in_the_precision_that_was_asked_for(
-    tmp_path: Path, kind: str, precision: str
-) -> None:
+def test_forwards_are_computed_in_the_precision_asked_for(data: Data, kind: str, precision: str) -> None:
     """fp16: a row that overflows on one rank alone makes both leave the step out, as a plain loop does."""
     case = Case(kind, torch.float32, {"precision": precision})
-    store, manifest = make_table(tmp_path, poisoned=precision == "fp16")
-    ranks, history, seen = train(case, store, manifest)
-    expected, skipped = train_plain(case, store, manifest)
+    if precision == "fp16":
+        poison(data)
+    ranks, history, seen = train(case, data)
+    expected, skipped = train_plain(case, data)
     assert {dtype for _, dtype, _ in seen} == {KINDS[precision]}
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
     assert difference(ranks[0], expected) < 0.05
@@ -438,9 +373,8 @@ def test_forwards_are_computed_in_the_precision_that_was_asked_for(
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_gradients_are_exchanged_in_16_bits(tmp_path: Path, wire: str) -> None:
+def test_gradients_are_exchanged_in_16_bits(data: Data, wire: str) -> None:
     case = Case(dtype=torch.float32, options={"gradient_compression": wire})
-    store, manifest = make_table(tmp_path, poisoned=False)
-    ranks, _, _ = train(case, store, manifest)
+    ranks, _, _ = train(case, data)
     assert all(torch.equal(ranks[0][name], ranks[1][name]) for name in ranks[0])
-    assert 1e-6 < difference(ranks[0], train_plain(case, store, manifest)[0]) < 0.02
+    assert 1e-6 < difference(ranks[0], train_plain(case, data)[0]) < 0.02

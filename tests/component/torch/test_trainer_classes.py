@@ -15,6 +15,12 @@ from spark_elastic.errors import InvalidInput
 pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
 
 
+def make_arguments(folder: Path, **given: Any) -> Any:
+    import transformers
+
+    return transformers.TrainingArguments(folder, use_cpu=True, report_to="none", disable_tqdm=True, **given)
+
+
 @pytest.mark.parametrize(
     ("options", "call", "advice"),
     [
@@ -31,28 +37,20 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
 def test_a_trainer_that_cannot_be_elastic_is_refused(
     options: dict[str, Any], call: dict[str, Any], advice: str, tmp_path: Path
 ) -> None:
-    import transformers
-
     from spark_elastic.integrations.huggingface import ElasticTrainer
 
-    names = "fsdp", "fsdp_config"
-    given = {name: options[name] for name in names if name in options}
-    options = {name: value for name, value in options.items() if name not in names}
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **given)
+    given = {name: options.pop(name) for name in ("fsdp", "fsdp_config") if name in options}
+    args = make_arguments(tmp_path, **given)
     with pytest.raises(ValueError, match=advice):
         ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, **options).train(**call)
 
 
-def test_a_loss_that_compares_rows_is_told_of_or_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    import transformers
-
+def test_a_loss_that_compares_is_told_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from spark_elastic.integrations.huggingface import ElasticTrainer
 
     def prepare(names: tuple[str, ...], **attributes: Any) -> Any:
-        args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-        trainer = ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, gather_rows=names)
+        net, args = torch.nn.Linear(2, 1), make_arguments(tmp_path)
+        trainer = ElasticTrainer(net, args, global_batch_size=2, gather_rows=names)
         trainer.loss = type("Ranking", (torch.nn.Module,), attributes)()
         return trainer._adapter
 
@@ -60,19 +58,14 @@ def test_a_loss_that_compares_rows_is_told_of_or_refused(
     prepare((), gather_across_devices=True).loss.check_kinds()
     prepare((), mini_batch_size=2).loss.check_kinds()
     assert not caplog.messages
-    for more, remedy in (
-        ({}, "give the trainer gather_rows"),
-        ({"mini_batch_size": 2}, "give it gather_across"),
-    ):
+    advices = ({}, "give the trainer gather_rows"), ({"mini_batch_size": 2}, "give it gather_across")
+    for more, remedy in advices:
         prepare((), gather_across_devices=False, **more).loss.check_kinds()
         assert "Ranking compares the rows of one rank alone" in caplog.messages[-1]
         assert remedy in caplog.messages[-1]
-    for attributes in (
-        {"gather_across_devices": True},
-        {"gather_across_devices": False, "mini_batch_size": 2},
-    ):
+    for attributes in ({}, {"mini_batch_size": 2}):
         with pytest.raises(InvalidInput, match="Ranking gathers rows itself, or goes through them in parts"):
-            prepare(("embedding",), **attributes).loss.check_kinds()
+            prepare(("embedding",), gather_across_devices=not attributes, **attributes).loss.check_kinds()
 
 
 class Pairs(torch.utils.data.BatchSampler):
@@ -92,25 +85,13 @@ class Pairs(torch.utils.data.BatchSampler):
         return iter(pairs[:: -1 if not self.again and self.drawn % 2 else 1])
 
 
+def load_batches(sampler: Any, rows: int = 4) -> Any:
+    return torch.utils.data.DataLoader(range(rows), batch_sampler=sampler)
+
+
 class Unseeded(torch.utils.data.BatchSampler):
     def __iter__(self) -> Any:
         return iter([[0, 1], [2, 3]])
-
-
-def load(kind: str) -> Any:
-    rows, data = range(4), torch.utils.data
-    random = data.RandomSampler(rows)
-    return {
-        "weighted": lambda: data.DataLoader(
-            rows, sampler=data.WeightedRandomSampler([1.0, 2.0, 1.0, 1.0], 4)
-        ),
-        "subset": lambda: data.DataLoader(rows, sampler=data.RandomSampler(range(3))),
-        "unseeded": lambda: data.DataLoader(rows, batch_sampler=Unseeded(random, 2, False)),
-        "never again": lambda: data.DataLoader(rows, batch_sampler=Pairs(4, 2, again=False)),
-        "single rows": lambda: data.DataLoader(rows, batch_size=None),
-        "no loader": lambda: [[0, 1], [2, 3]],
-        "packed": lambda: data.DataLoader(Packed(), 2),
-    }[kind]()
 
 
 class Packed(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
@@ -118,41 +99,46 @@ class Packed(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return iter(range(4))
 
 
+def sample(sampler: Any) -> Any:
+    return torch.utils.data.DataLoader(range(4), sampler=sampler)
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("load", "name"),
     [
-        ("weighted", "loader has a WeightedRandomSampler: leave samplers"),
-        ("subset", "RandomSampler that does not take each of the 4 rows once"),
-        ("unseeded", "loader has a Unseeded"),
-        ("never again", "Pairs gives other batches each time"),
-        ("single rows", "loader has a NoneType"),
-        ("no loader", "returns a list, which"),
-        ("packed", "which Packed does not offer"),
+        (
+            lambda: sample(torch.utils.data.WeightedRandomSampler([1.0, 2.0, 1.0, 1.0], 4)),
+            "loader has a WeightedRandomSampler: leave samplers",
+        ),
+        (
+            lambda: sample(torch.utils.data.RandomSampler(range(3))),
+            "RandomSampler that does not take each of",
+        ),
+        (lambda: load_batches(Unseeded(range(4), 2, False)), "loader has a Unseeded"),
+        (lambda: load_batches(Pairs(4, 2, again=False)), "Pairs gives other batches each time"),
+        (lambda: torch.utils.data.DataLoader(range(4), batch_size=None), "loader has a NoneType"),
+        (lambda: [[0, 1], [2, 3]], "returns a list, which"),
+        (lambda: torch.utils.data.DataLoader(Packed(), 2), "which Packed does not offer"),
     ],
 )
 @pytest.mark.parametrize("below", [True, False], ids=["subclass", "elastic_trainer"])
-def test_a_trainer_that_samples_in_a_way_of_its_own_is_refused_by_name(
-    kind: str, name: str, below: bool, tmp_path: Path
-) -> None:
+def test_a_sampler_that_is_not_elastic_is_named(load: Any, name: str, below: bool, tmp_path: Path) -> None:
     import transformers
 
     from spark_elastic.integrations.huggingface import ElasticTrainer, elastic_trainer
 
     class Sampling(ElasticTrainer if below else transformers.Trainer):  # type: ignore[misc, name-defined]
         def get_train_dataloader(self) -> Any:
-            loader = load(kind)
+            loader = load()
             return loader if isinstance(loader, list) else self.accelerator.prepare(loader)
 
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    net = torch.nn.Linear(4, 1)
+    net, args = torch.nn.Linear(4, 1), make_arguments(tmp_path)
     trainer = elastic_trainer(Sampling)(net, args, train_dataset=[1, 2, 3, 4], global_batch_size=2)
     with pytest.raises(InvalidInput, match=name):
         trainer.train()
 
 
-def test_rows_that_a_batch_sampler_puts_behind_its_length_are_spoken_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_rows_that_a_batch_sampler_puts_behind_its_length_are_told(caplog: pytest.LogCaptureFixture) -> None:
     from spark_elastic.integrations.huggingface_loader import make_elastic_loader
 
     class Longer(Pairs):
@@ -160,8 +146,7 @@ def test_rows_that_a_batch_sampler_puts_behind_its_length_are_spoken_of(
             return 2
 
     for kind in (Pairs, Longer):
-        theirs = torch.utils.data.DataLoader(range(6), batch_sampler=kind(6, 2, again=True))
-        make_elastic_loader(theirs, 2, 5, None)
+        make_elastic_loader(load_batches(kind(6, 2, again=True), 6), 2, 5, None)
     (told,) = caplog.messages
     assert "Longer makes 3 batches of an epoch, of which the Trainer takes 2" in told
 
@@ -180,8 +165,7 @@ def test_a_batch_sampler_decides_the_rows_of_each_step_in_any_world(monkeypatch:
         for number in range(ranks):
             monkeypatch.setattr(data_loader, "rank", lambda number=number: number)
             monkeypatch.setattr(data_loader, "size", lambda: ranks)
-            theirs = torch.utils.data.DataLoader(range(8), batch_sampler=Shuffled(8, 2, again=True))
-            loader = make_elastic_loader(theirs, 2, 5, None)
+            loader = make_elastic_loader(load_batches(Shuffled(8, 2, again=True), 8), 2, 5, None)
             loader.load_state_dict({**loader.state_dict(), "epoch": epochs - 1, "step": max(stop, 0)})
             mine = [batch.tolist() for batch in loader]
             steps = [left + right for left, right in zip(steps or [[] for _ in mine], mine, strict=True)]
@@ -194,16 +178,14 @@ def test_a_batch_sampler_decides_the_rows_of_each_step_in_any_world(monkeypatch:
     assert take(2, 2, stop=3) == second[3:]
 
 
-def test_p1_a_batch_sampler_that_gives_each_rank_other_batches_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_p1_a_sampler_that_gives_each_rank_other_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_elastic.integrations import huggingface_loader
 
     apart = 0  # the digests of the ranks
     group = SimpleNamespace(size=2, allgather=lambda digest: np.stack([digest, digest + apart]))
     session = SimpleNamespace(group=group, wait_until_idle=lambda: None)
     monkeypatch.setattr(huggingface_loader, "get_session", lambda: session)
-    theirs = torch.utils.data.DataLoader(range(4), batch_sampler=Pairs(4, 2, again=True))
+    theirs = load_batches(Pairs(4, 2, again=True))
     iter(huggingface_loader.make_elastic_loader(theirs, 2, 5, None))
     apart = 1
     with pytest.raises(InvalidInput, match="Pairs gives each rank other batches"):
@@ -230,9 +212,8 @@ def test_a_trainer_with_a_loop_of_its_own_is_refused_by_name(name: str) -> None:
 def test_what_is_no_trainers_class_is_refused(given: Any) -> None:
     from spark_elastic.integrations.huggingface import elastic_trainer
 
-    with pytest.raises(
-        InvalidInput, match=r"takes a subclass of transformers.Trainer; got (dict|Linear|str|NoneType)"
-    ):
+    says = r"takes a subclass of transformers.Trainer; got (dict|Linear|str|NoneType)"
+    with pytest.raises(InvalidInput, match=says):
         elastic_trainer(given)
 
 
@@ -241,9 +222,7 @@ def test_the_elastic_class_of_a_trainer_is_one_class() -> None:
 
     from spark_elastic.integrations.huggingface import ElasticTrainer, _OwnLoss, elastic_trainer
 
-    below = type(
-        "Below", (transformers.Seq2SeqTrainer,), {}
-    )  # as the classes of TRL and Sentence Transformers
+    below = type("Below", (transformers.Seq2SeqTrainer,), {})  # as those of TRL and Sentence Transformers
     kind = elastic_trainer(below)
     assert kind is elastic_trainer(below) is elastic_trainer(kind)
     assert issubclass(kind, ElasticTrainer)
@@ -266,9 +245,7 @@ def test_a_training_step_with_a_loss_of_its_own_is_refused(tmp_path: Path) -> No
             loss.backward()
             return loss.detach()
 
-    args = transformers.TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False, disable_tqdm=True
-    )
+    args = make_arguments(tmp_path, remove_unused_columns=False)
     rows = [{"x": torch.ones(4)} for _ in range(4)]
     trainer = elastic_trainer(Direct)(torch.nn.Linear(4, 1), args, train_dataset=rows, global_batch_size=2)
     with pytest.raises(InvalidInput, match=r"ElasticDirect does not call self\.compute_loss"):

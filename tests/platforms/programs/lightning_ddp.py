@@ -32,13 +32,8 @@ class Net(pl.LightningModule):
 
 
 rows = TensorDataset(*make_rows())
-options = {
-    "accelerator": "cpu",
-    "max_epochs": 4,
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+options = {"accelerator": "cpu", "max_epochs": 4, "logger": False}
+options |= {"enable_progress_bar": False, "enable_model_summary": False}
 net = Net()
 if elastic:
     from spark_elastic.torch.elastic import ElasticDataLoader
@@ -47,9 +42,8 @@ if elastic:
     trainer = pl.Trainer(strategy=ElasticStrategy(), enable_checkpointing=False, **options)
     trainer.fit(net, ElasticDataLoader(rows, 32))
 else:
-    saver = ModelCheckpoint(
-        "checkpoints", every_n_train_steps=5, save_last=True, enable_version_counter=False
-    )
+    often = {"every_n_train_steps": 5, "save_last": True, "enable_version_counter": False}
+    saver = ModelCheckpoint("checkpoints", **often)
     trainer = pl.Trainer(strategy="ddp", devices=2, callbacks=[saver], **options)
     last = Path("checkpoints/last.ckpt")
     trainer.fit(net, DataLoader(rows, 16), ckpt_path=last if last.exists() else None)

@@ -18,9 +18,8 @@ setfit.trainer.BCSentenceTransformersTrainer = partial(kind, global_batch_size=8
 set_seed(1)
 model = SetFitModel(make_bert(), LogisticRegression())
 rows = Dataset.from_dict({"text": make_sentences(32), "label": [number % 2 for number in range(32)]})
-args = TrainingArguments(
-    CHECKPOINTS, max_steps=40, save_strategy="no", report_to="none", show_progress_bar=False
-)
+quiet = {"save_strategy": "no", "report_to": "none", "show_progress_bar": False}
+args = TrainingArguments(CHECKPOINTS, max_steps=40, **quiet)
 trainer = Trainer(model, args, train_dataset=rows, callbacks=[Steps()])
 trainer.train()
 finish(weigh(model.model_body))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 WORDS = [f"w{number}" for number in range(64)]
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def make_rows(count: int = 320) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,16 +44,8 @@ def make_llama(tokenizer: Any, kind: Any = None, **options: Any) -> Any:
     """A Llama of random weights. kind: of transformers' classes; None: the language model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **options,
-    )
+    options |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = LlamaConfig(vocab_size=len(tokenizer), **SIZES, **options)
     return (kind or LlamaForCausalLM)(config)
 
 
@@ -63,15 +56,8 @@ def make_bert() -> Any:
 
     folder = f"bert-{os.getpid()}"
     tokenizer = make_tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(vocab_size=len(tokenizer), **SIZES, **dropout)
     BertModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return SentenceTransformer(modules=[models.Transformer(folder), models.Pooling(32)], device="cpu")

@@ -24,15 +24,8 @@ rows = {
 if rewards:
     chosen, rejected = (zip(rows["prompt"], rows[name], strict=True) for name in ("chosen", "rejected"))
     rows = {"chosen": [" ".join(pair) for pair in chosen], "rejected": [" ".join(pair) for pair in rejected]}
-args = config(
-    CHECKPOINTS,
-    max_steps=40,
-    save_strategy="no",
-    learning_rate=0.01,
-    report_to="none",
-    disable_tqdm=True,
-    bf16=False,
-)
+quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "bf16": False}
+args = config(CHECKPOINTS, max_steps=40, learning_rate=0.01, **quiet)
 task = "SEQ_CLS" if rewards else "CAUSAL_LM"
 trainer = elastic_trainer(kind)(
     model,

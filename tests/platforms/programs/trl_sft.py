@@ -18,20 +18,11 @@ if elastic:
 
 set_seed(1)
 tokenizer = make_tokenizer()
-args = SFTConfig(
-    CHECKPOINTS,
-    per_device_train_batch_size=4,
-    max_steps=40,
-    save_strategy="no" if elastic else "steps",
-    save_steps=5,
-    learning_rate=0.01,
-    report_to="none",
-    disable_tqdm=True,
-    bf16=False,
-    packing=elastic,
-    packing_strategy="wrapped",
-    max_length=32 if elastic else 1024,
-)
+saves = {"save_strategy": "no" if elastic else "steps", "save_steps": 5}
+packs = {"packing": elastic, "packing_strategy": "wrapped", "max_length": 32 if elastic else 1024}
+quiet = {"report_to": "none", "disable_tqdm": True, "bf16": False}
+numbers = {"per_device_train_batch_size": 4, "max_steps": 40, "learning_rate": 0.01}
+args = SFTConfig(CHECKPOINTS, **numbers, **saves, **packs, **quiet)
 trainer = kind(
     make_llama(tokenizer),
     args,

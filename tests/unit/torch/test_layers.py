@@ -131,11 +131,6 @@ def test_sync_batch_norm_refuses_inputs_of_another_shape() -> None:
         hvd.SyncBatchNorm(3)(torch.ones(2, 4))
 
 
-@pytest.fixture(autouse=True)
-def workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_context_per_thread(monkeypatch)
-
-
 @pytest.mark.parametrize(("size", "one_bucket"), [(1, False), (3, False), (3, True)])
 def test_r09_statistics_are_those_of_all_rows_of_the_step(size: int, one_bucket: bool) -> None:
     """Shares of 4, 0 and 6 rows, and micro-batches of 3, which such a net is not cut into."""

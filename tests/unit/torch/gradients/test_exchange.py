@@ -55,10 +55,7 @@ def test_r07_the_layouts_hash_precedes_data() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (
-            ExchangeOptions(average=True),
-            "averaged, .*: refused, in 0 groups; on rank 1, gradients are summed",
-        ),
+        (ExchangeOptions(average=True), "averaged, .*: refused, in 0 groups; on rank 1, gradients are sum"),
         (ExchangeOptions(wire="fp16"), "on rank 1, gradients are summed, sent as fp16"),
         (ExchangeOptions(predivide=2.0), "divided by 2.0 before"),
         (ExchangeOptions(bucket_bytes=4), "buckets are cut differently"),
@@ -254,10 +251,7 @@ def test_r22_parameters_that_are_unfrozen_later_are_exchanged_also_with_a_newcom
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (
-            nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}),
-            "'w' is torch.complex64: only",
-        ),
+        (nn.Linear(2, 2, dtype=torch.complex64), "'weight' is torch.complex64: only"),
         (nn.Linear(2, 2, device="meta"), "'weight' is on meta, and has no values"),
         (nn.ReLU(), "no parameter that requires a gradient"),
     ],
