@@ -124,7 +124,7 @@ def petastorm(session: nox.Session) -> None:
     others = "pyspark>=3.5,<3.6 fsspec cloudpickle click"
     session.install(*f"{reader} {others} pytest pytest-timeout psutil hypothesis".split())
     tests = "tests/component/data tests/component/torch/test_column_kinds.py"
-    tests += " tests/spark/test_materialize.py tests/spark/test_row_order.py tests/spark/test_readers.py"
+    tests += " tests/spark/test_materialize.py tests/spark/test_row_order.py"
     lacking = [
         f"--ignore=tests/component/data/test_{name}.py" for name in ("lake_tables", "where")
     ]  # deltalake

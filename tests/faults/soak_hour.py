@@ -146,8 +146,8 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 
 def count_lost_steps(change: WorldChange) -> int:
     """Steps that a change must not cost: only a restart from a checkpoint goes back, and a loss breaks one step."""
-    allowed = {WorldChangeKind.RESTART: change.steps_lost, WorldChangeKind.LOSS: 1}.get(change.kind, 0)
-    return max(0, change.steps_lost - allowed)
+    lost = change.steps_lost or 0  # None: no step was reported before
+    return max(0, lost - {WorldChangeKind.RESTART: lost, WorldChangeKind.LOSS: 1}.get(change.kind, 0))
 
 
 def measure_growth(samples: list[dict[str, float]]) -> dict[str, float]:

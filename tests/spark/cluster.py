@@ -16,14 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
+import pyspark
+from pyspark.sql import SparkSession
 
 from tests.sources import PYTHONPATH, ROOT
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 LOOPBACK = "127.0.0.1"
 # Short-lived JVMs: the first compiler tier and the serial collector halve their start on a small machine.
@@ -50,9 +48,8 @@ def cluster_environment(scratch: Path | None = None) -> dict[str, str]:
     }
     if CLASS_ARCHIVE.exists():
         # A JVM that cannot use it, because its jars are others, does without and says nothing.
-        found["JDK_JAVA_OPTIONS"] += (
-            f" -XX:SharedArchiveFile={CLASS_ARCHIVE} -Xlog:cds=off -Xlog:cds+dynamic=off"
-        )
+        found["JDK_JAVA_OPTIONS"] += f" -XX:SharedArchiveFile={CLASS_ARCHIVE}"
+        found["JDK_JAVA_OPTIONS"] += " -Xlog:cds=off -Xlog:cds+dynamic=off"
     if scratch is not None:
         found["JDK_JAVA_OPTIONS"] += f" -Djava.io.tmpdir={scratch}"
         found["SPARK_LOCAL_DIRS"] = str(scratch)
@@ -61,8 +58,6 @@ def cluster_environment(scratch: Path | None = None) -> dict[str, str]:
 
 def start_session(master: str, **settings: str) -> SparkSession:
     """A small session of a program that prints its own results. settings: `executor_cores` is spark.executor.cores."""
-    from pyspark.sql import SparkSession
-
     usual = {"ui_enabled": "false", "driver_host": LOOPBACK}
     usual |= {"driver_memory": "512m", "executor_memory": "512m"}
     named = {f"spark.{name.replace('_', '.')}": value for name, value in (usual | settings).items()}
@@ -139,9 +134,7 @@ class StandaloneCluster:
         for process in doomed:
             kill(process)
         worker.process.wait()
-        await_true(
-            lambda: not any(_is_running(process) for process in doomed), f"worker {worker.number} to be gone"
-        )
+        await_true(lambda: not any(map(_is_running, doomed)), f"worker {worker.number} to be gone")
         self.workers.remove(worker)
 
     def executor_pids(self) -> list[int]:
@@ -175,9 +168,7 @@ class StandaloneCluster:
         for process in everything:
             kill(process)
         self.workers, self._master = [], None
-        await_true(
-            lambda: not any(_is_running(process) for process in everything), "the cluster's processes to end"
-        )
+        await_true(lambda: not any(map(_is_running, everything)), "the cluster's processes to end")
 
     def _claim(self, gpus: int) -> tuple[str, ...]:
         """Arguments of a worker daemon that takes devices 0, 1 ... for its own."""
@@ -203,8 +194,6 @@ class StandaloneCluster:
         return worker
 
     def _spawn(self, log: Path, daemon: str, *arguments: str) -> subprocess.Popen[bytes]:
-        import pyspark
-
         home = Path(pyspark.__file__).parent
         command = [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{daemon}"]
         command += ["--host", LOOPBACK, "--webui-port", "0", *arguments]

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import cloudpickle
 import pyspark
 import pytest
+from pyspark import SparkConf, SparkContext
+from pyspark.sql import SparkSession
 
 from tests.leaks import SessionOwned
+from tests.spark import estimators, fits
 from tests.spark.cluster import LOOPBACK, StandaloneCluster, await_true, cluster_environment
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 HOSTS = 3
 SETTINGS = {
@@ -35,6 +34,7 @@ SETTINGS = {
 }
 
 
+SparkWith = Callable[[Mapping[str, str]], SparkSession]
 # The first test of a session starts five JVMs, on a busy machine too.
 TIMEOUT = 600
 # pyspark 3.5 leaves the sockets that rows come over to the collector.
@@ -97,8 +97,6 @@ class Sessions:
 
     def end_java(self) -> None:
         """End the session and the JVM behind it."""
-        from pyspark import SparkContext
-
         self.stop()
         gateway = SparkContext._gateway
         if gateway is not None:
@@ -108,9 +106,6 @@ class Sessions:
             SparkContext._gateway = SparkContext._jvm = None
 
     def _start(self, settings: Mapping[str, str]) -> SparkSession:
-        from pyspark import SparkConf, SparkContext
-        from pyspark.sql import SparkSession
-
         # What a JVM is started with stays in it: the first session's own settings would be every later one's, too.
         SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(SETTINGS.items())))
         builder = SparkSession.builder.master(self._url).appName("spark_elastic tests")
@@ -209,7 +204,7 @@ def spark(sessions: Sessions, spark_cluster: StandaloneCluster) -> SparkSession:
 
 
 @pytest.fixture
-def spark_with(sessions: Sessions) -> Callable[[Mapping[str, str]], SparkSession]:
+def spark_with(sessions: Sessions) -> SparkWith:
     """A factory of sessions with settings of the test's own."""
     return sessions.open
 
@@ -217,8 +212,6 @@ def spark_with(sessions: Sessions) -> Callable[[Mapping[str, str]], SparkSession
 @pytest.fixture
 def nets_pickled_by_value() -> Iterator[None]:
     """Executors have no tests folder. On request: a class that is pickled by value never has the same bytes twice."""
-    from tests.spark import estimators, fits
-
     for module in (fits, estimators):
         cloudpickle.register_pickle_by_value(module)
     yield

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,8 @@ from pyspark.errors import AnalysisException
 from pyspark.ml.classification import LogisticRegression
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from spark_elastic.data.manifest import Column
@@ -27,14 +29,9 @@ from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord, try_shapes
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
 pytestmark = pytest.mark.spark
-
-SUMMARY = FitSummary(
-    "run", ({"epoch": 0, "loss": 1.5, "rows": 7},), (WorldRecord(0.0, 3, "start"),), 2.0, 7, "ab"
-)
+EPOCH = {"epoch": 0, "loss": 1.5, "rows": 7}
+SUMMARY = FitSummary("run", (EPOCH,), (WorldRecord(0.0, 3, "start"),), 2.0, 7, "ab")
 ROWS = 40
 
 
@@ -49,17 +46,9 @@ def linear(width: int) -> tuple[torch.nn.Module, ElasticTorchModel]:
 
 def table(spark: SparkSession) -> DataFrame:
     values = np.random.default_rng(3).normal(size=(ROWS, 2)).astype("float32")
-    rows = [
-        (i, v.tolist(), Vectors.sparse(2, {0: float(v[0]), 1: float(v[1])})) for i, v in enumerate(values)
-    ]
-    schema = T.StructType(
-        [
-            T.StructField("id", T.IntegerType()),
-            T.StructField("x", T.ArrayType(T.FloatType())),
-            T.StructField("v", VectorUDT()),
-        ]
-    )
-    return spark.createDataFrame(rows, schema)
+    rows = [(i, v.tolist(), Vectors.sparse(2, enumerate(v.tolist()))) for i, v in enumerate(values)]
+    schema = T.StructType().add("id", T.IntegerType()).add("x", T.ArrayType(T.FloatType()))
+    return spark.createDataFrame(rows, schema.add("v", VectorUDT()))
 
 
 def predict(module: torch.nn.Module, rows: list[T.Row]) -> np.ndarray:
@@ -74,9 +63,8 @@ def test_one_number_is_a_double_and_other_columns_stay(spark: SparkSession) -> N
     assert out.columns == ["id", "x", "v", "prediction"]
     rows = out.orderBy("id").collect()
     assert [row.id for row in rows] == list(range(ROWS))
-    np.testing.assert_allclose(
-        [row.prediction for row in rows], predict(module, rows)[:, 0], rtol=1e-5, atol=1e-6
-    )
+    found = [row.prediction for row in rows]
+    np.testing.assert_allclose(found, predict(module, rows)[:, 0], rtol=1e-5, atol=1e-6)
 
 
 def test_several_numbers_are_an_array_and_vectors_go_in_as_arrays_do(spark: SparkSession) -> None:
@@ -96,16 +84,11 @@ def test_a_row_of_nan_predicts_nan_if_it_is_kept_and_the_others_stay(spark: Spar
         assert np.isnan(values).all() == np.isnan(values).any() == (row.id == 7)
 
 
-def test_missing_values_are_treated_as_in_training(
-    spark: SparkSession, caplog: pytest.LogCaptureFixture
-) -> None:
-    df = table(spark).selectExpr(
-        "id", "if(id = 7, array(float('nan'), float(1)), x) as x", "if(id = 9, null, v) as v"
-    )
+def test_missing_values_are_those_of_training(spark: SparkSession, caplog: pytest.LogCaptureFixture) -> None:
+    nan, null = "if(id = 7, array(float('nan'), float(1)), x) as x", "if(id = 9, null, v) as v"
+    df = table(spark).selectExpr("id", nan, null)
     two = ModuleWithTransformation(torch.nn.Bilinear(2, 2, 1), dict)
-    model = ElasticTorchModel(
-        TorchPredictor(pack(two), (Column("x", "float32", (2,)), Column("v", "float32", (2,)))), SUMMARY
-    )
+    model = make_model(two, Column("x", "float32", (2,)), Column("v", "float32", (2,)))
     with caplog.at_level("WARNING", "spark_elastic"):
         kept = model.setMissing("drop").transform(df.repartition(1)).select("id", "prediction").collect()
     assert {row.id for row in kept} == set(range(ROWS)) - {7, 9}
@@ -137,24 +120,11 @@ def test_classes_are_those_of_logistic_regression(spark: SparkSession, classes: 
             assert got.prediction == row.prediction
             np.testing.assert_allclose(got.probability.toArray(), row.probability.toArray(), rtol=1e-6)
             np.testing.assert_allclose(got.rawPrediction.toArray(), row.rawPrediction.toArray(), rtol=1e-6)
-        evaluators: list[Any] = [
-            MulticlassClassificationEvaluator(labelCol="y", metricName=name)
-            for name in ("accuracy", "logLoss")
-        ]
+        evaluators: list[Any] = [MulticlassClassificationEvaluator(labelCol="y", metricName="logLoss")]
         if classes == 2:
             evaluators.append(BinaryClassificationEvaluator(labelCol="y"))
         for evaluator in evaluators:
             assert evaluator.evaluate(predicted) == pytest.approx(evaluator.evaluate(expected))
-
-
-def test_several_inputs_and_shapes_reach_the_module(spark: SparkSession) -> None:
-    class Two(torch.nn.Module):
-        def forward(self, image: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-            return image[:, 0, 1] + number
-
-    model = make_model(Two(), Column("x", "float32", (1, 2)), Column("id", "int32", ()))
-    rows = model.transform(table(spark)).collect()
-    assert [row.prediction for row in rows] == pytest.approx([row.x[1] + row.id for row in rows], rel=1e-6)
 
 
 def test_a_model_is_shipped_once_for_all_of_its_transforms(spark: SparkSession) -> None:
@@ -180,9 +150,7 @@ def test_a_saved_and_loaded_model_predicts_the_same(spark: SparkSession, tmp_pat
     with pytest.raises(InvalidInput, match=r"save\(\) takes the path or url of a new folder; got None"):
         model.save(cast("Any", None))
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(
-        StoreError, match=r"file/m cannot be written, with \S*Exception: .*: give a new folder"
-    ):
+    with pytest.raises(StoreError, match=r"file/m cannot be written, with \S*Exception: .*: give a new"):
         model.save(str(tmp_path / "file" / "m"))
     model.write().overwrite().save(path)
     back = ElasticTorchModel.load(path)
@@ -192,19 +160,13 @@ def test_a_saved_and_loaded_model_predicts_the_same(spark: SparkSession, tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(back.model.parameters(), module.parameters(), strict=True))
     df = table(spark)
     assert back.transform(df).collect() == model.transform(df).collect()
-    with pytest.raises(
-        InvalidInput, match=r"ElasticTorchModel saved what is at .*: call ElasticTorchModel.load"
-    ):
+    with pytest.raises(InvalidInput, match=r"ElasticTorchModel saved what is at .*: call ElasticTorchMo"):
         ElasticTorchEstimator.load(path)
     shutil.rmtree(tmp_path / "m[o]del" / "data")
-    with pytest.raises(
-        StoreError, match=r"m\[o\]del cannot be loaded as ElasticTorchModel, with .*: give the whole"
-    ):
-        ElasticTorchModel.load(path)
-    with pytest.raises(
-        StoreError, match=r"none cannot be loaded as ElasticTorchModel, with .*PATH_NOT_FOUND"
-    ):
-        ElasticTorchModel.load(str(tmp_path / "none"))
+    lost = str(tmp_path / "none")
+    for gone, says in (path, r"m\[o\]del cannot be loaded as .*: give the whole"), (lost, "none .*NOT_FOUND"):
+        with pytest.raises(StoreError, match=says):
+            ElasticTorchModel.load(gone)
 
 
 def test_a_model_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,10 +202,9 @@ def test_times_without_a_zone_come_as_in_training_whenever_they_are(spark: Spark
 
     texts = "1500-01-01 00:00:00", "2024-03-10 02:30:00.123456", "3000-12-31 23:59:59"
     module = ModuleWithTransformation(torch.nn.Identity(), read_micros)
-    model = ElasticTorchModel(TorchPredictor(pack(module), (Column("time", "datetime64[us]"),)), SUMMARY)
-    df = spark.createDataFrame([(text,) for text in texts], "text string").selectExpr(
-        "cast(text as timestamp_ntz) time"
-    )
+    model = make_model(module, Column("time", "datetime64[us]"))
+    df = spark.createDataFrame([(text,) for text in texts], "text string")
+    df = df.selectExpr("cast(text as timestamp_ntz) time")
     before = str(spark.conf.get("spark.sql.session.timeZone"))
     spark.conf.set("spark.sql.session.timeZone", "America/New_York")
     try:
@@ -252,6 +213,33 @@ def test_times_without_a_zone_come_as_in_training_whenever_they_are(spark: Spark
         spark.conf.set("spark.sql.session.timeZone", before)
     expected = [np.datetime64(text, "us").astype("int64").item() for text in texts]
     assert sorted(got) == pytest.approx(expected, rel=5e-7)
+
+
+def test_columns_of_every_type_that_fits_come_as_those_of_training(spark: SparkSession) -> None:
+    kinds = {
+        "i": ("int(id)", Column("i", "int32")),
+        "long": ("id", Column("long", "int32")),
+        "odd": ("id % 2 = 1", Column("odd", "int64")),
+        "a.b`c": ("double(id)", Column("a.b`c", "float32", (1,))),
+        "price": ("cast(id as decimal(10, 2))", Column("price", "float64")),
+        "prices": ("array(array(cast(id as decimal(10, 2))))", Column("prices", "float64", (1, 1))),
+        "days": ("array(date_add(date'1970-01-01', int(id)))", Column("days", "datetime64[D]", (1,))),
+        "moments": ("array(array(timestamp_micros(id)))", Column("moments", "datetime64[us]", (1, 1))),
+    }
+
+    def numbers(columns: dict[str, Any]) -> dict[str, Any]:
+        assert all(columns[name].dtype == column.dtype for name, (_, column) in kinds.items())
+        whole = {name: values.astype("int64") for name, values in columns.items()}
+        return {name: values.reshape(len(values), 1).astype("float64") for name, values in whole.items()}
+
+    class Sum(torch.nn.Module):
+        def forward(self, *parts: Any) -> Any:
+            return sum(parts)
+
+    model = make_model(ModuleWithTransformation(Sum(), numbers), *(column for _, column in kinds.values()))
+    df = spark.range(5).select(*(F.expr(text).alias(name) for name, (text, _) in kinds.items()))
+    got = [row.prediction for row in model.transform(df).orderBy("i").collect()]
+    assert got == [7.0 * i + i % 2 for i in range(5)]
 
 
 def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, tmp_path: Path) -> None:
@@ -264,9 +252,7 @@ def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, t
         return {name: np.array(values, "float64")[:, None] for name, values in made.items()}
 
     class Sum(torch.nn.Module):
-        def forward(
-            self, image: torch.Tensor, day: torch.Tensor, moment: torch.Tensor, tokens: torch.Tensor
-        ) -> torch.Tensor:
+        def forward(self, image: Any, day: Any, moment: Any, tokens: Any) -> Any:
             return image * 100 + day * 10 + moment / 1e6 + tokens * 1000
 
     columns = (
@@ -275,10 +261,7 @@ def test_a_transformation_is_applied_to_rows_of_transform(spark: SparkSession, t
         Column("moment", "datetime64[us]"),
         Column("tokens", "object", ragged="int16"),
     )
-    model = ElasticTorchModel(
-        TorchPredictor(pack(ModuleWithTransformation(Sum(), numbers)), columns), SUMMARY
-    )
-    model.setMissing("drop")
+    model = make_model(ModuleWithTransformation(Sum(), numbers), *columns).setMissing("drop")
     df = spark.range(5).selectExpr(
         "if(id = 4, null, cast(repeat('a', int(id)) as binary)) image",
         "date_add(date'1970-01-01', int(id)) day",

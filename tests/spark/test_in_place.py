@@ -6,22 +6,24 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from spark_elastic.errors import InvalidInput, JobFailed
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, JobFailed, StoreError
+from spark_elastic.estimators.dataframes import file_scan
 from spark_elastic.estimators.dataframes.file_scan import NoFileScan, find_file_scan
+from spark_elastic.tables.existing_parquet import describe_parquet
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import fit_through_a_loss
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [
     pytest.mark.usefixtures("nets_pickled_by_value"),
@@ -39,9 +41,8 @@ def folder(spark: SparkSession, tmp_path: Path) -> Path:
     path.mkdir()
     for number, part in enumerate((rows[: ROWS // 3], rows[ROWS // 3 :])):
         columns = {name: [row[name] for row in part] for name in ("id", "x", "y")}
-        pq.write_table(
-            pa.table(columns).rename_columns(["id", "features", "price"]), path / f"{number}.parquet"
-        )
+        written = pa.table(columns).rename_columns(["id", "features", "price"])
+        pq.write_table(written, path / f"{number}.parquet")
     return path
 
 
@@ -49,10 +50,16 @@ def read(spark: SparkSession, folder: Path) -> DataFrame:
     return spark.read.parquet(str(folder)).select(F.col("features").alias("x"), F.col("price").alias("y"))
 
 
+def read_view(df: DataFrame) -> DataFrame:
+    df.createOrReplaceTempView("shown")
+    return df.sparkSession.table("shown")
+
+
 SCANS: list[Callable[[DataFrame], DataFrame]] = [
     lambda df: df,
     lambda df: df.select("y", "x").select("x", "y"),
     lambda df: df.withColumn("unused", F.col("y") * 2),
+    read_view,
 ]
 OTHERS: list[tuple[Callable[[DataFrame], DataFrame], str]] = [
     (lambda df: df.where("y > 0"), r"its plan has Filter \(y"),
@@ -142,9 +149,7 @@ def test_a_file_that_is_overwritten_under_a_fit_in_place_ends_it_with_its_name(
     overwrites, log = Overwrites(folder / "0.parquet"), logging.getLogger("spark_elastic")
     log.addHandler(overwrites)
     try:
-        with pytest.raises(
-            JobFailed, match=r"'0\.parquet' in the store .* was written again after this run began"
-        ):
+        with pytest.raises(JobFailed, match=r"'0\.parquet' in the store .* was written again after this run"):
             estimator(tmp_path / "store", row_order="table").fit(read(spark, folder))
     finally:
         log.removeHandler(overwrites)
@@ -174,16 +179,58 @@ def test_materialize_says_whether_rows_are_written(
     ):
         with pytest.raises(InvalidInput, match=f"materialize='never' .*{says}"):
             fits(df, materialize="never", **request)
-    with pytest.raises(
-        InvalidInput, match=r"materialize='never' .*its plan has Filter isnotnull\(.*use materialize='auto'"
-    ):
+    with pytest.raises(InvalidInput, match=r"materialize='never' .* isnotnull\(.*use materialize='auto'"):
         fits(df.where("y is not null"), materialize="never")
-    with pytest.raises(
-        InvalidInput, match="column 'y' is float64 of 0 dimensions in the files, and float32 of 0"
-    ):
-        fits(
-            spark.read.schema("features array<double>, price float").parquet(str(folder)).toDF("x", "y"),
-            materialize="never",
-        )
+    narrow = spark.read.schema("features array<double>, price float").parquet(str(folder))
+    with pytest.raises(InvalidInput, match="column 'y' is float64 of 0 dimensions in the files, and float32"):
+        fits(narrow.toDF("x", "y"), materialize="never")
     assert fits(df)
     assert "the rows are written to the store, because the order of their hash" in caplog.text
+
+
+# ---- footers that a Spark job reads
+
+FILES = 12
+
+
+@pytest.fixture
+def many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(file_scan, "MANY_FILES", 4)
+    monkeypatch.setattr(file_scan, "FILES_PER_TASK", 5)
+    for number in range(FILES):
+        ids = np.arange(20) + 20 * number
+        rows = pa.table({"id": ids, "x": pa.array([[i, i] for i in ids], pa.list_(pa.float32()))})
+        place = tmp_path / f"part={number % 2}"
+        place.mkdir(exist_ok=True)
+        pq.write_table(rows, place / f"{number}.parquet", row_group_size=8)
+    return tmp_path
+
+
+def test_executors_describe_files_as_the_driver_does(spark: SparkSession, many_files: Path) -> None:
+    store, columns = Store.open(str(many_files)), ["id", "x", "part"]
+    collect = file_scan.make_footer_collector(spark)
+    for options in {}, {"piece_bytes": 32}:
+        alone = describe_parquet(store, columns, **options)
+        assert describe_parquet(store, columns, collect=collect, **options) == alone
+
+
+def test_errors_of_executors_are_those_of_the_driver(spark: SparkSession, many_files: Path) -> None:
+    store, collect = Store.open(str(many_files)), file_scan.make_footer_collector(spark)
+    with pytest.raises(InvalidInput, match="There is no column 'z'"):
+        describe_parquet(store, ["z"], collect=collect)
+    (many_files / "part=1" / "7.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(StoreError, match=r"'part=1/7.parquet' in the store .* is no Parquet file") as raised:
+        describe_parquet(store, ["id"], collect=collect)
+    assert "\n" not in str(raised.value)
+
+
+def test_executors_without_the_package_leave_the_footers_to_the_driver(
+    spark: SparkSession, many_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'a_package_that_no_executor_has'")
+
+    monkeypatch.setattr(file_scan, "_read_part", fail)
+    store = Store.open(str(many_files))
+    collect = file_scan.make_footer_collector(spark)
+    assert describe_parquet(store, ["id"], collect=collect).rows == 20 * FILES

@@ -214,6 +214,7 @@ def prepare(
     chosen = parse_options(named, config)
     if not callable(fn):
         raise InvalidInput(f"run() takes a function or the path of a script; got a {type(fn).__name__}.")
+    _check_arguments(fn, name, args, kwargs)
     imports: tuple[str, ...] = ()
     if chosen.preload != ():
         code = inspect.unwrap(fn)
@@ -244,6 +245,22 @@ def _bind(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise InvalidInput(f"kwargs must be a dict of arguments; got {kwargs!r}.")
     return args, kwargs or {}, named if num_workers is None else {**named, "num_workers": num_workers}
+
+
+def _check_arguments(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises InvalidInput if the function's own signature does not take these arguments. What it wraps is not asked: a
+    decorator may add arguments."""
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # a built-in function may have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        named = ", ".join(map(str, kwargs)) or "nothing"
+        raise InvalidInput(
+            f"{name}{signature} was given {len(args)} in args and {named} in kwargs: {error}."
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

