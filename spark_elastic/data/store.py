@@ -597,7 +597,8 @@ def make_scratch_folder() -> Iterator[Path]:
         made = tempfile.TemporaryDirectory(prefix=f"{_build_owner_prefix()}-{me}-{_process_start(me)}-")
     except OSError as error:
         raise InvalidInput(
-            f"A temporary folder cannot be made on this host ({error}): set TMPDIR to a folder with room."
+            f"A temporary folder cannot be made on this host ({error}): set TMPDIR to a folder that has room and "
+            "can be written."
         ) from error
     with made as folder:
         yield Path(folder)

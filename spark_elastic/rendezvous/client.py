@@ -213,7 +213,7 @@ class RendezvousClient:
         return self.clock.now()
 
     def last_answered_at(self) -> float:
-        """When the newest answered request was sent, by when the driver is sure to have lived (R18)."""
+        """When the newest answered request was sent, by when the driver is sure to have lived: R18 (publication)."""
         return self._last_answered
 
     def _build_envelope(self, request: DriverRequest[Any], hold: float, broken: frozenset[str]) -> bytes:

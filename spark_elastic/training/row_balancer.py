@@ -1,6 +1,6 @@
 """Divides the rows of a step among the ranks of a world by their measured speed.
 
-Every rank has one and feeds it with the numbers of the step summaries (R6), so all change the division after the same
+Every rank has one and feeds it with the same numbers, R6 (step summary), so all change the division after the same
 step, whose rows stay the same (P1, P2). PURE: no clock, no group. Training thread only.
 """
 

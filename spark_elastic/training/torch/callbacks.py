@@ -1,4 +1,4 @@
-"""Callbacks of the estimator's training, and the list that calls them and makes all ranks follow rank 0 (R6).
+"""Callbacks of the estimator's training, and the list that calls them; all ranks follow rank 0: R6 (step summary).
 
 They run on all workers, which hold the same numbers, so that replicas stay equal. Main thread only.
 """
