@@ -110,6 +110,8 @@ def assert_runs(program: str) -> None:
         ("spark_elastic.tensorflow", {"torch"}),
         # Fitted models have modules in it.
         ("spark_elastic.keras", {"torch", "elastic_collectives", "spark_elastic.worker"}),
+        ("spark_elastic.estimators.torch_model", {"elastic_collectives", "spark_elastic.torch"}),
+        ("spark_elastic.estimators.predict_udf", {"elastic_collectives", "spark_elastic.torch"}),
     ],
 )
 def test_no_framework_brings_another_one_and_predictions_no_engine(imported: str, absent: set[str]) -> None:

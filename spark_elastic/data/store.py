@@ -12,6 +12,7 @@ import errno
 import inspect
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -43,6 +44,7 @@ from spark_elastic.data.object_store import (
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 
 T = TypeVar("T")
+log = logging.getLogger("spark_elastic")
 
 _WRITE_BYTES = 1 << 20  # at a time: for more Linux takes large pages, which virtual machines find slowly
 TEMPORARY = ".part-"  # prefix of files that are still being written
@@ -508,6 +510,13 @@ class Store:
                 for each in paths:
                     with suppress(FileNotFoundError):
                         remove(each)
+
+    def discard(self, name: str) -> None:
+        """Remove a tree at an end whose result or error counts more: a store that refuses to is a warning."""
+        try:
+            self.remove_tree(name)
+        except StoreError as error:
+            log.warning("%s Remove it by hand.", error)
 
     def remove_empty_folder(self, name: str) -> None:
         """Delete a local folder that has nothing in it. An object store has no folders."""

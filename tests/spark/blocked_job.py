@@ -17,10 +17,9 @@ import cloudpickle
 from py4j.clientserver import JavaClient
 from py4j.protocol import Py4JError
 
-from spark_elastic.testing import ClusterFaults, InjectedFault
 from tests.spark import estimators
+from tests.spark.cluster import start_session
 
-EPOCHS = 6
 DENIED = ("schedulerBackend", "statusTracker", "queryExecution", "getCurrentUser")
 
 
@@ -40,30 +39,7 @@ def deny() -> list[str]:
     return asked
 
 
-def fit(spark: Any, folder: Path) -> dict[str, Any]:
-    df = estimators.table(spark)
-    faults = ClusterFaults([InjectedFault("kill worker", step=0, epoch=2, rank=1)], str(folder / "faults"))
-    est = estimators.estimator(
-        folder / "store",
-        num_workers=2,
-        batch_size=estimators.ROWS // 2,
-        epochs=EPOCHS,
-        callbacks=[faults.callback()],
-    )
-    model = est.fit(df)
-    model.save(str(folder / "model"))
-    return {
-        "exact": estimators.is_close(model, estimators.train_plain(df, EPOCHS, estimators.compute_mse)),
-        "recoveries": len(model.summary.report.recoveries),
-        "injected": len(faults.read_injected()),
-        "shown": type(model).load(str(folder / "model")).transform(df).count(),
-    }
-
-
-def main(master: str, folder: str) -> None:
-    from pyspark.sql import SparkSession
-
-    logging.basicConfig(level=logging.WARNING)
+def main(master: str, folder: Path) -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -71,16 +47,16 @@ def main(master: str, folder: str) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     cloudpickle.register_pickle_by_value(estimators)
-    builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
-    for side in ("host", "bindAddress"):
-        builder = builder.config(f"spark.driver.{side}", "127.0.0.1")
-    spark = builder.config("spark.executor.memory", "512m").getOrCreate()
+    spark = start_session(master)
     asked = deny()
-    seen = fit(spark, Path(folder))
-    seen |= {"told": [text for text in said if "hosts are known by" in text], "asked": sorted(set(asked))}
+    seen = {
+        "fit": estimators.fit_through_a_kill(spark, folder),
+        "told": [text for text in said if "hosts are known by" in text],
+        "asked": asked,
+    }
     spark.stop()
     sys.stdout.write("\n" + json.dumps(seen) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], Path(sys.argv[2]))

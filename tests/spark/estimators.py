@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from pyspark.sql import DataFrame, SparkSession
 
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.estimators.torch_model import ElasticTorchModel
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+from spark_elastic.testing import ClusterFaults, InjectedFault
 
 ROWS = 48
 WORKERS = 3
@@ -35,15 +34,14 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(11)
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        ).double()
+        first, last = torch.nn.Linear(2, 8), torch.nn.Linear(8, 1)
+        self.layers = torch.nn.Sequential(first, torch.nn.Tanh(), last).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x.reshape(len(x), 2).double())[:, 0]
 
 
-def estimator(store: Path, **changes: Any) -> ElasticTorchEstimator:
+def estimator(store: Path | str, **changes: Any) -> ElasticTorchEstimator:
     net = Net()
     values: dict[str, Any] = {
         "model": net,
@@ -85,3 +83,26 @@ def is_close(model: ElasticTorchModel, expected: list[torch.Tensor]) -> bool:
 
 def compute_mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(output, y)
+
+
+def fit_through_a_kill(spark: SparkSession, folder: Path, epochs: int = 6, **settings: Any) -> dict[str, Any]:
+    """What a program sees of a fit of two workers, one of which is killed, and of the model that it saves and loads."""
+    df = table(spark)
+    faults = ClusterFaults([InjectedFault("kill worker", step=0, epoch=2, rank=1)], str(folder / "faults"))
+    how = {"num_workers": 2, "batch_size": ROWS // 2, "epochs": epochs, "callbacks": [faults.callback()]}
+    model = estimator(folder / "store", **how, **settings).fit(df)
+    for _ in range(2):
+        model.write().overwrite().save(str(folder / "model"))
+    loaded = type(model).load(str(folder / "model"))
+    tables = (each.transform(df).orderBy("id").collect() for each in (model, loaded))
+    shown, again = ([row.prediction for row in rows] for rows in tables)
+    return {
+        "exact": is_close(model, train_plain(df, epochs, compute_mse)),
+        "injected": len(faults.read_injected()),
+        "recovered": bool(model.summary.report.recoveries),
+        "same": again == shown,
+        "shown": len(shown),
+    }
+
+
+SEEN = {"exact": True, "injected": 1, "recovered": True, "same": True, "shown": ROWS}

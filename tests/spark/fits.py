@@ -8,22 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import torch
+from pyspark.sql import SparkSession
 
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.torch import progress
 from tests.component.torch.job import ledger_of
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-    from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
-    from spark_elastic.estimators.torch_model import ElasticTorchModel
 
 EPOCHS = 400  # of one step each; with the gate shut they take minutes, open seconds
 

@@ -57,13 +57,9 @@ class Job:
             try:
                 told = self._told.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise TimeoutError(
-                    f"the job did not tell {wanted} within {seconds:.0f} s:\n{self.tail()}"
-                ) from None
+                raise TimeoutError(f"nothing with {wanted} in {seconds:.0f} s:\n{self.tail()}") from None
             if "ended" in told and "ended" not in wanted:
-                raise RuntimeError(
-                    f"the job ended with {told['ended']} and did not tell {wanted}:\n{self.tail()}"
-                )
+                raise RuntimeError(f"it ended with {told['ended']} and did not tell {wanted}:\n{self.tail()}")
             if all(name in told and value in (..., told[name]) for name, value in wanted.items()):
                 return told
 

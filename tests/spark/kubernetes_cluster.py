@@ -24,28 +24,19 @@ import uuid
 from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pyspark
 
 from tests.spark.cluster import cluster_environment
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 Object = dict[str, Any]
 HOME = Path(pyspark.__file__).parent
 GRACE = 20.0  # seconds that a pod without a period of its own has to end
 # The path of an object or of all objects of a kind.
 _PATH = re.compile(r"/api/v1/namespaces/([\w-]+)/(\w+)(?:/([\w.-]+))?")
-_KINDS = {
-    "pods": "Pod",
-    "configmaps": "ConfigMap",
-    "services": "Service",
-    "persistentvolumeclaims": "PersistentVolumeClaim",
-}
+_KINDS = {"pods": "Pod", "configmaps": "ConfigMap", "persistentvolumeclaims": "PersistentVolumeClaim"}
 _VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 _WEB_SOCKET = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of RFC 6455
 
@@ -68,15 +59,13 @@ class KubernetesCluster:
         self.forbidden: list[tuple[str, str]] = []
         self._is_closing = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> KubernetesCluster:
         self._server = _Server(self, self._sockets)
         self._listener = threading.Thread(target=self._server.serve_forever, name="kubernetes-api")
         self._listener.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._is_closing = True
             for process in self._processes.values():
@@ -107,10 +96,6 @@ class KubernetesCluster:
     def kill(self, pod: str) -> None:
         """SIGKILL to the pod's process, as for want of memory."""
         self._processes[pod].kill()
-
-    def evict(self, pod: str) -> None:
-        """Delete a pod with its period of grace, as a drained node does."""
-        self.delete("pods", pod)
 
     # ---- what the API does
 
@@ -145,8 +130,6 @@ class KubernetesCluster:
     def patch(self, resource: str, name: str, change: Any) -> Object:
         with self._lock:
             made = self._objects[resource, name]
-            if isinstance(change, list):
-                raise ValueError(f"patches by operations are not supported: {change}")
             merge(made, change)
             self._publish("MODIFIED", resource, made)
             return made
@@ -354,17 +337,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def matches(made: Object, selector: str) -> bool:
-    """Whether an object's labels are what a selector wants: a=b, a!=b, a, !a, and a in (b, c), with commas between."""
+    """Whether an object's labels are what a selector wants: a=b, a!=b, and a in (b, c), with commas between."""
     labels = made["metadata"].get("labels", {})
     for wish in re.findall(r"[^,(]+(?:\([^)]*\))?", selector):
-        if listed := re.fullmatch(r"(\S+) (in|notin) \((.*)\)", wish.strip()):
-            holds = (labels.get(listed[1]) in re.split(r", *", listed[3])) == (listed[2] == "in")
+        if listed := re.fullmatch(r"(\S+) in \((.*)\)", wish.strip()):
+            holds = labels.get(listed[1]) in re.split(r", *", listed[2])
         else:
-            name, sign, value = re.fullmatch(r"([^!=]*|![^!=]+)(!=|==?|)(.*)", wish.strip()).groups()  # type: ignore[union-attr]
-            if not sign:
-                holds = name[1:] not in labels if name.startswith("!") else name in labels
-            else:
-                holds = (labels.get(name) == value) != (sign == "!=")
+            name, sign, value = re.split(r"(!=|==?)", wish.strip())
+            holds = (labels.get(name) == value) != (sign == "!=")
         if not holds:
             return False
     return True

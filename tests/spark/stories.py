@@ -9,10 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import numpy as np
+from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.spark.classic import ClassicPlatform
 from spark_elastic.clusters.spark.platform import JobSpec
@@ -21,9 +22,6 @@ from spark_elastic.driver.job import LaunchResult
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors have no tests folder
 

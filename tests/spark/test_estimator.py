@@ -7,12 +7,12 @@ weights to compare with.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,15 +20,14 @@ import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.feature import VectorAssembler
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
 
 from spark_elastic import Rows
-from spark_elastic.errors import InvalidInput, WorkerFailed
+from spark_elastic.errors import ElasticError, InvalidInput, WorkerFailed
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
 from spark_elastic.handwritten.torch_state import ElasticDataLoader
 from spark_elastic.torch import progress
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 from tests.spark.estimators import ROWS, WORKERS, Net, estimator, is_close, table, train_plain
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -36,21 +35,11 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 def state_of(est: ElasticTorchEstimator) -> str:
     """Everything that a fit could change: parameters, the model's and the optimizer's state, shared storage."""
-    model, optimizer = est.getModel(), est.getOptimizer()
-    params = {
-        p.name: v for p, v in est.extractParamMap().items() if p.name not in ("model", "optimizer", "loss")
-    }
-    tensors = list(model.state_dict().values())
-    content = (
-        [t.numpy().tobytes() for t in tensors],
-        [t.data_ptr() for t in tensors],
-        [p.grad is None for p in model.parameters()],
-        model.training,
-        repr(optimizer.state_dict()),
-        repr(params),
-        cloudpickle.dumps((model, optimizer)),
-    )
-    return hashlib.sha256(repr(content).encode()).hexdigest()
+    model, optimizer, objects = est.getModel(), est.getOptimizer(), ("model", "optimizer", "loss")
+    params = {p.name: v for p, v in est.extractParamMap().items() if p.name not in objects}
+    tensors = [(tensor.data_ptr(), tensor.tolist()) for tensor in model.state_dict().values()]
+    grads = [p.grad is None for p in model.parameters()]
+    return repr((tensors, grads, model.training, optimizer.state_dict(), params))
 
 
 def test_p2_fits_of_a_dataframe_and_of_its_rows_agree_take_the_steps_of_a_loop_and_change_nothing(
@@ -73,9 +62,8 @@ def test_p2_fits_of_a_dataframe_and_of_its_rows_agree_take_the_steps_of_a_loop_a
     assert losses == sorted(losses, reverse=True)
     assert [world.size for world in second.summary.worlds] == [WORKERS]
     # Of the DataFrame's fit nothing is kept, of the rows what they were written to.
-    assert {str(path) for path in tmp_path.rglob("*.parquet")} == set(
-        map(rows.store.path, rows.manifest.files)
-    )
+    kept = set(map(rows.store.path, rows.manifest.files))
+    assert {str(path) for path in tmp_path.rglob("*.parquet")} == kept
     seen = second.transform(df).collect()
     with torch.no_grad():
         expected = second.model(torch.tensor([row.x for row in seen], dtype=torch.float64)).tolist()
@@ -90,10 +78,7 @@ def test_p2_fits_of_a_dataframe_and_of_its_rows_agree_take_the_steps_of_a_loop_a
     for wrong, says in (
         (lambda: est.fit(in_place), "run_id 'mine' began with other files"),
         (lambda: Rows.from_dataframe(df), "store is missing"),
-        (
-            lambda: Rows.from_dataframe(df, tmp_path, materialize="never"),
-            "takes rows of files that exist, .* and here its plan has",
-        ),
+        (lambda: Rows.from_dataframe(df, tmp_path, materialize="never"), "takes rows of files that"),
         (lambda: Rows.from_dataframe(df, tmp_path, columns=["z"]), "columns names 'z'"),
         (lambda: estimator(tmp_path, feature_cols=["v"]).fit(rows), "no column 'v'"),
     ):
@@ -120,9 +105,7 @@ def check_steps(rows: Rows, steps: dict[tuple[int, int], list[int]]) -> None:
             assert sorted(batch["x"].tolist()) == sorted(trained.tolist())
 
 
-def test_a_pipeline_of_vectors_fits_with_what_it_is_given_and_keeps_its_data(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_a_pipeline_of_vectors_fits_as_asked_and_keeps_its_data(spark: SparkSession, tmp_path: Path) -> None:
     """Weights of rows, clipping, shapes, a loss of the step, a factory and other epochs reach the workers."""
 
     def compare_rows(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -203,3 +186,42 @@ def test_existing_parquet_files_are_trained_on_in_place(spark: SparkSession, tmp
     pq.write_table(pa.table({"x": [[1.0, 2.0], None]}), tmp_path / "rows" / "y=1" / "1.parquet")
     with pytest.raises(InvalidInput, match="column 'x' has 1 nulls in 50 rows"):
         est.copy({est.run_id: "other"}).fit_on_parquet(str(tmp_path / "rows"))
+
+
+# ---- bad input: one sentence, before any Spark job unless only the data itself can tell
+
+
+@pytest.fixture
+def job_group(spark: SparkSession) -> Iterator[str]:
+    """Jobs of this thread, and of threads that carry on its properties, belong to it."""
+    name = uuid.uuid4().hex
+    spark.sparkContext.setJobGroup(name, "bad input")
+    yield name
+    spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+
+
+WIDE = {"model": torch.nn.Linear(3, 1).double(), "optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}
+# (changes, sentence, whether only the data tells)
+WRONG: list[tuple[dict[str, Any], str, bool]] = [
+    ({"feature_cols": ["s"]}, "feature column 's' is string, which cannot be trained on", False),
+    ({"batch_size": 0}, "batch_size must be a whole number of 1 or more; got 0", False),
+    ({"model": Net()}, "the optimizer holds 4 of 4 parameters that are not the model's", False),
+    ({"store": None}, "store is missing: executors of spark://", False),
+    ({"store": "/proc/store"}, "Cannot write .* in the store", False),
+    ({"feature_cols": ["r"]}, "column 'r' have different lengths, 2 and 3: the row with y=", True),
+    (WIDE, r"two rows of the data, 'x' of .* with RuntimeError: mat1 and", True),
+    ({"input_shapes": [(3, 1)], "run_id": "mine"}, "input_shapes says .* 'x', whose rows have 2", True),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence", "runs"), WRONG, ids=[says[:40] for _, says, _ in WRONG])
+def test_what_is_wrong_is_one_sentence_and_leaves_nothing_in_the_store(
+    spark: SparkSession, job_group: str, tmp_path: Path, changes: dict[str, Any], sentence: str, runs: bool
+) -> None:
+    df = table(spark).withColumns({"s": F.lit("a"), "r": F.expr("array_repeat(1.0, if(id = 4, 3, 2))")})
+    with pytest.raises(ElasticError, match=sentence) as caught:
+        estimator(tmp_path).setParams(**changes).fit(df)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
+    assert bool(spark.sparkContext.statusTracker().getJobIdsForGroup(job_group)) is runs
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

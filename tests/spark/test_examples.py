@@ -1,4 +1,4 @@
-"""The programs that newcomers run first: the page that starts in five minutes, and the loop under spark-submit."""
+"""The programs that newcomers run first: those of the pages, and the loop under spark-submit."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyspark
 import pytest
+from pyspark.sql import SparkSession
 
 from spark_elastic.worker.script import find_free_port
-from tests.pages import blocks
+from tests.pages import apply_diff, blocks
 from tests.sources import ROOT
 from tests.spark.cluster import StandaloneCluster, cluster_environment
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
@@ -40,9 +38,7 @@ def test_the_example_of_the_readme_runs(
     assert names["model"].summary.report.epochs[-1].seen == 1000
     said = capsys.readouterr()
     assert "no worker was lost" in said.out
-    phases = re.findall(
-        r"writing the rows to|wrote 1,000 rows|starting [\d to]+ workers of", said.err + said.out
-    )
+    phases = re.findall(r"writing the rows to|wrote 1,000 rows|starting [\d to]+ wor", said.err + said.out)
     assert [phase.split()[0] for phase in phases] == ["writing", "wrote", "starting"], said
     program, loop = blocks("README.md", "python")
     exec(compile(without_session(program), "<README.md>", "exec"), names)
@@ -54,6 +50,17 @@ def test_the_example_of_the_readme_runs(
     monkeypatch.setenv("SPARK_ELASTIC_GATHER_TIMEOUT", "1")  # there is no room for the fourth worker
     loop = loop.replace("/path/that/all/hosts/see", str(tmp_path / "seen"))
     exec(compile(loop, "<README.md>", "exec"), names)
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.faults)])
+def test_a_program_for_torchdistributor_runs_with_its_diffs(spark: SparkSession, number: int) -> None:
+    before, _ = blocks("moving-from-torchdistributor.md", "python")
+    program = apply_diff(before, blocks("moving-from-torchdistributor.md", "diff")[number])
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(program, "moving.py", "exec"), names)
+    assert [size for size, _ in names["results"]] == [2] * len(names["results"]) or number == 2
+    assert len(names["results"]) >= 2
+    assert all(loss < 0.1 for _, loss in names["results"])
 
 
 @pytest.mark.faults  # of the long run
@@ -98,9 +105,7 @@ def test_the_hand_written_loop_runs_under_spark_submit(free_cluster: StandaloneC
 
 @pytest.mark.ci
 @pytest.mark.faults
-def test_a_submitted_job_on_digits_loses_an_executor_and_no_row(
-    free_cluster: StandaloneCluster, tmp_path: Path
-) -> None:
+def test_a_job_loses_an_executor_and_no_row(free_cluster: StandaloneCluster, tmp_path: Path) -> None:
     run = submit(free_cluster, "train_job.py", "--store", tmp_path / "store", "--epochs", "4")
     verdict = json.loads(run.stdout.splitlines()[-1])
     assert verdict["worlds"][:2] == [3, 2], run.stdout
@@ -118,9 +123,8 @@ def test_a_submitted_job_without_a_store_ends_with_one_sentence(free_cluster: St
 @pytest.mark.faults
 @pytest.mark.timeout(600)
 def test_the_sales_example_loses_an_executor_and_no_row(tmp_path: Path) -> None:
-    verdict = run_example(
-        tmp_path, "store_sales.py", "--stores", "20", "--epochs", "12", "--batch-size", "64"
-    )
+    words = "--stores", "20", "--epochs", "12", "--batch-size", "64"
+    verdict = run_example(tmp_path, "store_sales.py", *words)
     assert verdict["killed"]
     assert verdict["worlds"][:2] == [3, 2]
     assert len(set(verdict["rows_trained"])) == 1, "every epoch has all rows"
@@ -143,9 +147,8 @@ def run_example(folder: Path, program: str, *arguments: str) -> dict[str, Any]:
     """The last line that an example prints, run by plain python on the cluster that it embeds."""
     command = [sys.executable, str(ROOT / "examples" / program), *arguments]
     environment = {**os.environ, **cluster_environment(folder / "scratch")}
-    run = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=500, env=environment, cwd=folder
-    )
+    how: Any = {"capture_output": True, "text": True, "timeout": 500, "env": environment}
+    run = subprocess.run(command, check=False, cwd=folder, **how)
     assert run.returncode == 0, run.stderr[-3000:]
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return found

@@ -1,4 +1,4 @@
-"""The Keras estimator on a real cluster, an executor lost in mid-fit: weights, transform, what is saved and loaded.
+"""Keras on a real cluster, through the loss of an executor: the estimator and its model, and the documented script.
 
 With a global batch of the whole table an epoch is one step, whatever the order of rows: then Keras alone gives the
 weights to compare with.
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import keras
@@ -19,19 +19,15 @@ import pytest
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
+from pyspark.sql import DataFrame, SparkSession
 
+import spark_elastic
 from spark_elastic import ElasticKerasEstimator
-from spark_elastic.data.manifest import Column
-from spark_elastic.estimators.keras_model import ElasticKerasModel, KerasPredictor
-from spark_elastic.estimators.transformer import FitSummary
-from spark_elastic.training.keras.archive import Archive
 from tests.scenarios import Fault
+from tests.sources import ROOT
+from tests.spark.cluster import StandaloneCluster
 from tests.spark.fits import KillOneExecutor
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-    from tests.spark.cluster import StandaloneCluster
+from tests.spark.stories import ActAtStep
 
 pytestmark = [
     pytest.mark.spark,
@@ -58,11 +54,8 @@ def make_model() -> Any:
     coded = keras.layers.Flatten()(keras.layers.Embedding(4, 3)(kind))
     hidden = keras.layers.Dense(6, activation="tanh")(keras.layers.Concatenate()([x, coded]))
     model = keras.Model([kind, x], keras.layers.Dense(2, activation="softmax")(hidden))
-    model.compile(
-        keras.optimizers.SGD(0.2, momentum=0.9),
-        "sparse_categorical_crossentropy",
-        weighted_metrics=["accuracy"],
-    )
+    optimizer, loss = keras.optimizers.SGD(0.2, momentum=0.9), "sparse_categorical_crossentropy"
+    model.compile(optimizer, loss, weighted_metrics=["accuracy"])
     return model
 
 
@@ -152,16 +145,60 @@ def test_a_fit_survives_a_lost_executor_and_its_model_is_saved_and_loaded(
         np.testing.assert_array_equal(got, given)
 
 
-@pytest.mark.faults  # Python workers that import TensorFlow; what the predictor does is a unit's test
-def test_a_transformation_is_applied_in_fit_and_transform(spark: SparkSession, tmp_path: Path) -> None:
-    def measure_lengths(columns: dict[str, Any]) -> dict[str, Any]:
-        return {"image": np.array([[len(image)] for image in columns["image"]])}
+BATCHES = 60
 
-    net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
-    predictor = KerasPredictor(
-        Archive.of(net), (Column("image", "object"),), cloudpickle.dumps(measure_lengths)
-    )
-    ElasticKerasModel(predictor, FitSummary()).write().overwrite().save(str(tmp_path / "model"))
-    model = ElasticKerasModel.load(str(tmp_path / "model"))
-    df = spark.range(4).selectExpr("id", "cast(repeat('a', int(id)) as binary) image")
-    assert [row.prediction for row in model.transform(df).orderBy("id").collect()] == [0.0, 1.0, 2.0, 3.0]
+
+def script(path: str, gate: str) -> dict[str, Any]:
+    """examples/tf_elastic.py, which from batch 10 on waits for a file: until the executor is dead."""
+    import os
+    import runpy
+    import sys
+    import time
+
+    import spark_elastic.tensorflow as hvd
+
+    class GatedState(hvd.elastic.TensorFlowKerasState):
+        def commit(self) -> None:
+            while self.batch == 10 and not os.path.exists(gate):
+                time.sleep(0.05)
+            super().commit()
+
+    hvd.elastic.TensorFlowKerasState = GatedState
+    sys.argv = [path, "60"]
+    names = runpy.run_path(path)
+    return {
+        "weights": names["model"].get_weights(),
+        "rate": float(names["optimizer"].learning_rate) / names["RATE"],
+        "batch": names["state"].batch,
+        "size": hvd.size(),
+    }
+
+
+@pytest.mark.native
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.scenario("S4")
+def test_the_documented_script_loses_an_executor(
+    spark: SparkSession, standalone: StandaloneCluster, tmp_path: Path, fault: Fault
+) -> None:
+    gate = tmp_path / "gate"
+
+    def kill_executor() -> None:
+        fault(standalone.kill_executor, standalone.executor_pids()[0])
+        gate.touch()
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    stream = ActAtStep(kill_executor, "batch 10: loss")
+    arguments = str(ROOT / "examples" / "tf_elastic.py"), str(gate)
+    how: dict[str, Any] = {"num_proc": 3, "min_np": 1, "env": {"TF_CPP_MIN_LOG_LEVEL": "2"}}
+    results = spark_elastic.run(script, arguments, spark=spark, stdout=stream, **how)
+    stream.thread.join()
+    told = stream.getvalue()
+    assert told.count("world of ") >= 2, told
+    assert {result["batch"] for result in results} == {BATCHES}
+    assert {result["size"] for result in results} == {len(results)}
+    assert [result["rate"] for result in results] == pytest.approx([float(len(results))] * len(results))
+    for result in results:
+        assert all(map(np.array_equal, result["weights"], results[0]["weights"]))
+    losses = [line.split("loss ")[1].split() for line in told.splitlines() if ": loss" in line]
+    assert float(losses[-1][0]) < float(losses[0][0])

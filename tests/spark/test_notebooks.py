@@ -49,9 +49,8 @@ def case(notebook: Path, *flags: str) -> object:
     """`./build.sh test` runs one as on Databricks, which is stricter than a laptop; with `-m ""` and this file, all of
     them, each way."""
     in_ci = (notebook.name[:2], flags) in IN_EVERY_RUN
-    return pytest.param(
-        notebook, flags, id=f"{notebook.stem}{NAMES[flags]}", marks=[] if in_ci else pytest.mark.faults
-    )
+    marks = [] if in_ci else [pytest.mark.faults]
+    return pytest.param(notebook, flags, id=f"{notebook.stem}{NAMES[flags]}", marks=marks)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +89,8 @@ def test_notebooks_find_a_spark_that_is_no_python_package(tmp_path: Path) -> Non
     (tmp_path / "python").mkdir()
     (tmp_path / "python" / "pyspark").symlink_to(installed)
     (tmp_path / "python" / "lib").symlink_to(installed / "python" / "lib")
-    sources = [
-        "".join(cell["source"]) for path in NOTEBOOKS for cell in json.loads(path.read_text())["cells"]
-    ]
+    cells = [cell for path in NOTEBOOKS for cell in json.loads(path.read_text())["cells"]]
+    sources = ["".join(cell["source"]) for cell in cells]
     found = [source[source.index("try:") :] for source in sources if "findspark.init()" in source]
     branches = {source[: source.index("findspark.init()")] for source in found}
     assert len(found) == len(NOTEBOOKS)

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import cloudpickle
 import pytest
+from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic.errors import PreflightError
 from spark_elastic.worker.devices import collect_gpu_facts, list_visible_gpus
 from tests.spark.cluster import StandaloneCluster
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from tests.spark.conftest import SparkWith
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
-GPUS = {
-    "spark.executor.cores": "4",
-    "spark.task.cpus": "2",
-    "spark.executor.resource.gpu.amount": "2",
-}
+GPUS = {"spark.executor.cores": "4", "spark.task.cpus": "2", "spark.executor.resource.gpu.amount": "2"}
 
 
 def place() -> dict[str, object]:
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    found = {name: os.environ[name] for name in names}
-    return {
-        "gpu": spark_elastic.task_resources().get("gpu"),
-        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        **found,
-    }
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = {"gpu": spark_elastic.task_resources().get("gpu"), "visible": visible}
+    return found | {name: os.environ[name] for name in names}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +32,7 @@ def place() -> dict[str, object]:
     ["1", pytest.param("0.5", marks=pytest.mark.faults), pytest.param("0", marks=pytest.mark.faults)],
 )
 def test_two_workers_of_an_executor_have_a_gpu_each(
-    spark_with: Callable[[Mapping[str, str]], SparkSession], standalone: StandaloneCluster, task_gpus: str
+    spark_with: SparkWith, standalone: StandaloneCluster, task_gpus: str
 ) -> None:
     """Each has a GPU to itself, also where Spark's own tasks share them, or get none."""
     standalone.start_worker(cores=4, gpus=2)
@@ -63,9 +53,7 @@ def test_two_workers_of_an_executor_have_a_gpu_each(
 
 
 def test_slots_share_a_gpu_on_request_and_take_none_for_the_cpu(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    caplog: pytest.LogCaptureFixture,
+    spark_with: SparkWith, standalone: StandaloneCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where each task of Spark's own takes a whole one."""
     standalone.start_worker(cores=4, gpus=1)
@@ -83,9 +71,7 @@ def test_slots_share_a_gpu_on_request_and_take_none_for_the_cpu(
 
 
 @pytest.mark.skipif(bool(list_visible_gpus(os.environ)), reason="this machine has GPUs")
-def test_a_gpu_that_no_host_has_is_one_sentence_before_a_worker_starts(
-    spark: SparkSession,
-) -> None:
+def test_a_gpu_that_no_host_has_is_one_sentence_before_a_worker_starts(spark: SparkSession) -> None:
     with pytest.raises(PreflightError, match="device='cuda', and this host shows no GPU: look at nvidia-smi"):
         spark_elastic.run(os.getpid, num_workers=1, device="cuda", spark=spark)
     if collect_gpu_facts(os.environ).get("torch_cuda") == "":  # this torch is for the CPU

@@ -6,22 +6,20 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
+from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.doctor import Finding, examine
 from spark_elastic.clusters.spark.classic import preflight
 from spark_elastic.clusters.spark.host_facts import collect_host_facts
 from spark_elastic.clusters.spark.probe import Probe
 from spark_elastic.data.store import Store
-from spark_elastic.errors import PreflightError, StoreError
+from spark_elastic.errors import PreflightError
 from tests.spark.cluster import await_true
 from tests.spark.conftest import HOSTS
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = pytest.mark.spark
 
@@ -52,9 +50,7 @@ def test_the_preflight_reaches_every_host_and_leaves_nothing_in_the_store_or_on_
 
 def test_a_store_that_hosts_do_not_share_is_refused(spark: SparkSession) -> None:
     # The memory of a process is what no other process sees.
-    with pytest.raises(
-        PreflightError, match=r"does not see what the driver wrote to the store memory://"
-    ) as refused:
+    with pytest.raises(PreflightError, match="does not see what the driver wrote to the store") as refused:
         probe(spark, Store.open("memory://preflight"))
     assert list(examine(spark, "memory://preflight"))[-1] == Finding(str(refused.value), refused=True)
 
@@ -63,28 +59,12 @@ def test_the_doctor_says_what_the_preflight_sees(spark: SparkSession, store: Sto
     *_, cluster, hosts, verdict = [str(finding) for finding in examine(spark, store.url, workers=2)]
     assert f"Spark {spark.version} at spark://" in cluster
     assert "a job would ask for 2 workers" in cluster
-    assert hosts.startswith(
-        f"ok       {HOSTS} executors: spark_elastic {collect_host_facts()['spark_elastic']}, python"
-    )
+    ours = collect_host_facts()["spark_elastic"]
+    assert hosts.startswith(f"ok       {HOSTS} executors: spark_elastic {ours}, python")
     assert verdict.endswith(f" passes its checks, and all hosts see the store {store.url}")
 
 
-def test_a_store_that_the_driver_cannot_write_is_refused_before_any_job(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    spark.sparkContext.setJobGroup("unwritable", "must stay empty")
-    try:
-        with pytest.raises(StoreError, match=r"Cannot write .* in the store"):
-            probe(spark, Store.open(str(tmp_path / "file" / "store")))
-        assert spark.sparkContext.statusTracker().getJobIdsForGroup("unwritable") == []
-    finally:
-        spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
-
-
-def test_the_preflight_does_not_wait_for_hosts_that_never_answer(
-    spark: SparkSession, store: Store, tmp_path: Path
-) -> None:
+def test_the_preflight_awaits_no_silent_host(spark: SparkSession, store: Store, tmp_path: Path) -> None:
     busy = str(tmp_path / "busy")
     Path(busy).mkdir()
 

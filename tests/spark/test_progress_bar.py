@@ -15,13 +15,27 @@ from tests.spark.cluster import cluster_environment
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
+# A Spark job, a job of ours and a Spark job again. Spark shows its bar after half a second.
+PROGRAM = """
+import time
+import spark_elastic
+from pyspark.sql import SparkSession
 
-def test_spark_shows_its_progress_bar_before_and_after_a_job_of_ours_but_not_during_it(
-    tmp_path: Path,
-) -> None:
+def sleep(seconds):
+    time.sleep(seconds)
+
+spark = SparkSession.builder.master("local[2]").config("spark.ui.showConsoleProgress", "true").getOrCreate()
+spark.sparkContext.parallelize([1.5], 1).map(sleep).collect()
+spark_elastic.run(sleep, (1.5,), num_workers=1)
+print("the job has ended", flush=True)
+spark.sparkContext.parallelize([1.5], 1).map(sleep).collect()
+"""
+
+
+def test_spark_shows_its_progress_bar_before_and_after_our_job_but_not_during_it(tmp_path: Path) -> None:
     terminal, program_side = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.spark.progress_bar_job", "local[2]"],
+        [sys.executable, "-c", PROGRAM],
         env=os.environ | cluster_environment(tmp_path),
         cwd=ROOT,
         stdin=program_side,

@@ -1,36 +1,94 @@
-"""A fit that ended early is resumed by its run_id, with other workers, and finished work is not repeated."""
+"""A run on real Spark is resumed by its run_id, with other workers, from the table that it began with alone (R19)."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
 import torch
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, JobCancelled
+from spark_elastic.estimators.dataframes.materialize import (
+    ValidationSplit,
+    WriteOptions,
+    find_difference,
+    materialize,
+)
 from spark_elastic.runs.checkpoint import CheckpointStore
 from tests.scenarios import Fault
 from tests.spark.estimators import Net, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import GatedNet
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(900)]
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow]
+Change = Callable[[DataFrame], DataFrame]
+CHANGES: list[tuple[Change, str | None]] = [
+    (lambda df: df, None),
+    (lambda df: df.repartition(5).orderBy(F.desc("id")), None),
+    (lambda df: df.withColumn("y", F.col("y") * (1 + 1e-15)), None),  # as a sum in another order has it
+    (lambda df: df.withColumn("unused", F.lit(1)), None),
+    (lambda df: df.where("id < 36"), "it had 48 rows and has 36"),
+    (lambda df: df.limit(0), "it had 48 rows and has 0"),
+    (lambda df: df.withColumn("y", F.expr("y + if(id = 7, 0.1, 0)")), "other values"),
+    (lambda df: df.where("id < 24").unionAll(df.where("id < 24")), "other values"),
+    (lambda df: df.withColumn("y", F.col("y").cast("float")), "column 'y' was float64 and is float32"),
+]
+
+
+def add_validation_column(df: DataFrame) -> DataFrame:
+    """With a column that says which rows validate."""
+    return df.withColumn("v", F.col("id") % 4 == 0)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("splits", [False, True])
+def test_r19_a_recomputed_table_is_recognised(spark: SparkSession, tmp_path: Path, splits: bool) -> None:
+    store, split = Store.open(str(tmp_path)), ValidationSplit("v", 1) if splits else None
+    options = WriteOptions(split=split)
+    df = add_validation_column(table(spark))
+    rows, validation = materialize(df, ["x", "y"], store, options)
+    written = [rows] if validation is None else [rows, validation]
+    for number, (change, says) in enumerate(CHANGES):
+        changed = add_validation_column(change(table(spark)))
+        found = find_difference(changed, ["x", "y"], options, written)
+        assert found == says or (found is not None and says is not None and says in found), number
+    if split is not None:
+        other = table(spark).withColumn("v", F.col("id") % 4 == 1)
+        assert find_difference(other, ["x", "y"], options, written) == "its rows have other values"
+
+
+@pytest.mark.faults
+def test_r19_another_fold_or_table_is_refused_for_a_run(spark: SparkSession, tmp_path: Path) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[Net.__module__])
+    df, est = table(spark), estimator(tmp_path, run_id="mine", epochs=2)
+    est.fit(df)
+    with pytest.raises(InvalidInput, match="began with another table"):
+        est.fit(df.where("id < 24"))
+    with pytest.raises(InvalidInput, match=r"began with learning_rate=None and this fit has 0\.5"):
+        est.fit(df, {est.learning_rate: 0.5})
+    grid = ParamGridBuilder().addGrid(est.learning_rate, [0.1, 0.5]).build()
+    search = CrossValidator(
+        estimator=est, estimatorParamMaps=grid, evaluator=RegressionEvaluator(labelCol="y"), numFolds=2
+    )
+    with pytest.raises(InvalidInput, match="'mine' names one run, and this would make several"):
+        search.fit(df)
+
 
 EPOCHS = 80  # of one step each
 
 
 @pytest.mark.scenario("G18")
-def test_p7_r19_a_cancelled_fit_resumes_at_its_step(
-    spark: SparkSession, tmp_path: Path, fault: Fault
-) -> None:
+def test_p7_r19_a_cancelled_fit_resumes_at_a_step(spark: SparkSession, tmp_path: Path, fault: Fault) -> None:
     for module in (GatedNet.__module__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     gate, df, cancelled = tmp_path / "gate", table(spark), threading.Event()

@@ -6,10 +6,11 @@ import io
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
+from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic.clusters.spark.host_facts import get_session
@@ -17,9 +18,6 @@ from spark_elastic.errors import InvalidInput, PreflightError
 from tests.component.torch.hand_written import count
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 from tests.spark.stories import ActAtStep
 
 pytestmark = [pytest.mark.spark, pytest.mark.native]
@@ -107,11 +105,24 @@ def test_a_host_that_lacks_a_package_is_named_before_any_slot_starts(
     monkeypatch.syspath_prepend(str(tmp_path))
     import only_beside_the_driver
 
-    with pytest.raises(
-        PreflightError, match=r"cannot load the function or its arguments .*only_beside_the_dri"
-    ):
+    with pytest.raises(PreflightError, match=r"cannot load the function .*only_beside_the_dri"):
         spark_elastic.run(only_beside_the_driver.train, spark=spark)
     del sys.modules["only_beside_the_driver"]
     elsewhere = {"advertise_address": "127.0.0.2", "bind_address": "127.0.0.1"}
     with pytest.raises(PreflightError, match=r"cannot reach the driver at 127\.0\.0\.2:.*advertise_address"):
         spark_elastic.run(describe_worker, args=("nobody",), spark=spark, **elsewhere)
+
+
+def world_size() -> str:
+    import os
+
+    return os.environ["WORLD_SIZE"]
+
+
+def test_r17_jobs_that_need_all_slots_each_do_not_wait_for_each_other(spark: SparkSession) -> None:
+    def run_one(number: int) -> list[str]:
+        how: dict[str, Any] = {"num_proc": 3, "min_np": 3, "start_timeout": 120, "stdout": io.StringIO()}
+        return spark_elastic.run(world_size, spark=spark, **how)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run_one, range(3))) == [["3"] * 3] * 3

@@ -9,9 +9,8 @@ import io
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -20,10 +19,8 @@ import spark_elastic
 from spark_elastic.errors import JobCancelled
 from tests.component.torch.hand_written import count
 from tests.spark.cluster import StandaloneCluster, await_true
+from tests.spark.conftest import SparkWith
 from tests.spark.stories import ActAtStep
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.timeout(420)]
 for module in (__name__, count.__module__):
@@ -42,10 +39,7 @@ def token() -> int:
 
 
 def test_stopping_spark_ends_a_job_and_no_secret_is_in_sparks_properties_logs_or_ui(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    standalone: StandaloneCluster,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    spark_with: SparkWith, standalone: StandaloneCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys: list[bytes] = []
     make = secrets.token_bytes

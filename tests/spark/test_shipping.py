@@ -6,15 +6,16 @@ import shutil
 import sys
 import tarfile
 import venv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
 import torch
+from pyspark.sql import SparkSession
 
 import spark_elastic
 from spark_elastic.clusters.spark.classic import PACKAGES, preflight
@@ -23,17 +24,15 @@ from spark_elastic.clusters.spark.probe import Probe
 from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError
 from tests.spark.cluster import StandaloneCluster
+from tests.spark.conftest import SparkWith
 from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 
 
 @pytest.fixture
 def bare(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
+    spark_with: SparkWith,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[SparkSession]:
@@ -67,19 +66,13 @@ def test_a_run_ships_the_package_that_only_the_driver_has(
 ) -> None:
     """Without `ship` a sentence; with it preflight, and a function, also on an executor that is new."""
     sc, store = bare.sparkContext, Store.open(str(tmp_path))
-    with pytest.raises(
-        PreflightError, match=f"host {collect_host_facts()['host']} cannot load spark_elastic .*ship=True"
-    ):
+    says = f"host {collect_host_facts()['host']} cannot load spark_elastic .*ship=True"
+    with pytest.raises(PreflightError, match=says):
         preflight(sc, Probe(payload=cloudpickle.dumps(1), store=store), 60.0)
-
-    for found in (
-        spark_elastic.run(places, num_workers=2, ship=True, spark=bare),
-        _run_after_loss(bare, standalone),
-    ):
+    shipped = spark_elastic.run(places, num_workers=2, ship=True, spark=bare)
+    for found in shipped, _run_after_loss(bare, standalone):
         for place in np.ravel(found):
-            assert not place.startswith(str(Path(spark_elastic.__file__).parents[1])), (
-                "the driver's own files"
-            )
+            assert not place.startswith(str(Path(spark_elastic.__file__).parents[1])), "the driver's files"
     assert preflight(sc, Probe(payload=cloudpickle.dumps(1), store=store), 60.0)
 
 
@@ -115,10 +108,7 @@ def fit_and_transform(spark: SparkSession, store: Path, **settings: Any) -> None
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_a_packed_environment_in_spark_archives(
-    spark_with: Callable[[Mapping[str, str]], SparkSession],
-    spark_cluster: StandaloneCluster,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    spark_with: SparkWith, spark_cluster: StandaloneCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A virtual environment with the package, unpacked beside each executor, whose interpreter is a relative path."""
     monkeypatch.setenv("PYSPARK_PYTHON", "./environment/bin/python")

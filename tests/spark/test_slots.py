@@ -6,11 +6,11 @@ import random
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import cloudpickle
 import psutil
 import pytest
+from pyspark.sql import SparkSession
 
 from elastic_collectives import Group
 from spark_elastic.monitoring.listener import JobListener
@@ -19,9 +19,6 @@ from spark_elastic.testing.fakes import CountingProgram
 from spark_elastic.worker.program import Outcome, WorkerHandle
 from tests.spark.cluster import StandaloneCluster, await_true
 from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact, launch
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 

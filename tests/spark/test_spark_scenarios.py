@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
 
 import cloudpickle
 import numpy as np
 import pytest
+from pyspark.sql import SparkSession
 
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import FailureBudgetExceeded, NotEnoughWorkers, WorkerFailed
@@ -22,9 +23,6 @@ from spark_elastic.protocol.types import Limits
 from tests.journals import keep_journal
 from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster, Worker, await_true
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 from tests.spark.stories import HeldProgram, ScenarioListener, are_ranks_in_order, is_sum_exact, launch
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
@@ -45,6 +43,10 @@ class RaisingProgram(HeldProgram):
             order.unlink()
             raise RuntimeError(f"ordered of rank {rank}, {uuid.uuid4().hex}")
         return super()._share(step, rank, size)
+
+
+def give_order(fault: Fault, folder: Path, ranks: int | str) -> Callable[[], object]:
+    return lambda: fault((folder / f"order.{ranks}").touch)
 
 
 def executors(spark: SparkSession) -> list[str]:
@@ -129,16 +131,11 @@ def children(cluster: StandaloneCluster, worker: Worker) -> list[int]:
 
 
 @pytest.mark.scenario("S4", "S6", "S11", "S13")
-def test_failing_workers_come_back_after_their_cooldown(
-    spark: SparkSession, tmp_path: Path, fault: Fault
-) -> None:
+def test_failing_workers_return_after_a_cooldown(spark: SparkSession, tmp_path: Path, fault: Fault) -> None:
     """Three failures, of ranks 1, 0 and 1: more than spark.task.maxFailures would bear of one task in Horovod's way."""
     all_executors(spark)
 
-    def order(rank: int) -> Callable[[], object]:
-        return lambda: fault((tmp_path / f"order.{rank}").touch)
-
-    program = RaisingProgram(tmp_path, fault.on)
+    order, program = partial(give_order, fault, tmp_path), RaisingProgram(tmp_path, fault.on)
     story = ScenarioListener((5, 3, order(1)), (10, 3, order(0)), (15, 3, order(1)), over=(program.over, 3))
     limits = Limits(3, 1, 3, gather_timeout=WHOLE, cooldown_range=(1.0, 1.0))
     result = launch(spark, program, limits, story, spare_after=0.0)  # these crash in their first seconds
@@ -155,11 +152,8 @@ def test_failing_slots_never_return_until_no_capacity_is_left_and_the_job_ends_w
 ) -> None:
     """The exclusion is this project's own: no slot task fails at Spark, so `spark.excludeOnFailure` excludes none."""
     all_executors(spark)
-    program = RaisingProgram(tmp_path, fault.on)
-    story = ScenarioListener(
-        (5, 3, lambda: fault((tmp_path / "order.0").touch)),
-        (10, 2, lambda: fault((tmp_path / "order.1").touch)),
-    )
+    order, program = partial(give_order, fault, tmp_path), RaisingProgram(tmp_path, fault.on)
+    story = ScenarioListener((5, 3, order(0)), (10, 2, order(1)))
     limits = Limits(3, 2, 3, start_timeout=12.0, gather_timeout=WHOLE, cooldown_range=NEVER_AGAIN)
     with pytest.raises(NotEnoughWorkers, match="1 workers came within 12 s and 2 are needed"):
         launch(spark, program, limits, story)
@@ -167,11 +161,9 @@ def test_failing_slots_never_return_until_no_capacity_is_left_and_the_job_ends_w
 
 
 @pytest.mark.scenario("S7")
-def test_an_exception_of_all_ranks_ends_the_job_at_once(
-    spark: SparkSession, tmp_path: Path, fault: Fault
-) -> None:
+def test_an_exception_of_all_ranks_ends_the_job(spark: SparkSession, tmp_path: Path, fault: Fault) -> None:
     all_executors(spark)
-    story = ScenarioListener((5, 3, lambda: fault((tmp_path / "order.all").touch)))
+    story = ScenarioListener((5, 3, give_order(fault, tmp_path, "all")))
     limits = Limits(3, 1, 3, gather_timeout=WHOLE)
     with pytest.raises((WorkerFailed, FailureBudgetExceeded), match="ordered of all"):
         launch(spark, RaisingProgram(tmp_path, fault.on), limits, story)
@@ -182,10 +174,8 @@ def test_more_failures_than_the_budget_allows_end_the_job_at_once(
     spark: SparkSession, tmp_path: Path, fault: Fault
 ) -> None:
     all_executors(spark)
-    story = ScenarioListener(
-        (5, 3, lambda: fault((tmp_path / "order.2").touch)),
-        (10, None, lambda: fault((tmp_path / "order.1").touch)),
-    )
+    order = partial(give_order, fault, tmp_path)
+    story = ScenarioListener((5, 3, order(2)), (10, None, order(1)))
     limits = Limits(3, 1, 3, gather_timeout=WHOLE, failure_budget=1, cooldown_range=(0.2, 0.4))
     with pytest.raises(FailureBudgetExceeded, match=r"workers failed 2 times .*\(failure_budget\)"):
         launch(spark, RaisingProgram(tmp_path, fault.on), limits, story)

@@ -6,13 +6,14 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyspark import SparkFiles
+from pyspark.sql import SparkSession
 
 from spark_elastic import Rows
 from spark_elastic.errors import InvalidInput
@@ -21,9 +22,6 @@ from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, estimator, table
 from tests.spark.fits import fit_through_a_loss
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.usefixtures("nets_pickled_by_value"), pytest.mark.spark, pytest.mark.native]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -13,19 +13,11 @@ import torch
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.tuning import (
-    CrossValidator,
-    CrossValidatorModel,
-    ParamGridBuilder,
-    TrainValidationSplit,
-)
+from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder, TrainValidationSplit
+from pyspark.sql import DataFrame, SparkSession
 
-from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
-from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+from spark_elastic.training.torch.callbacks import BestWeights, EarlyStopping
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -76,10 +68,8 @@ def test_fits_in_parallel_end_each_with_its_own_metrics(spark: SparkSession, tmp
     ).fit(assemble(table(spark)))
     first, better = tuned.validationMetrics
     assert first < better
-    assert [torch.equal(each.model.weight, estimator.getModel().weight) for each in tuned.subModels] == [
-        True,
-        False,
-    ]
+    first_weights = estimator.getModel().weight
+    assert [torch.equal(each.model.weight, first_weights) for each in tuned.subModels] == [True, False]
 
 
 @pytest.mark.faults  # takes a minute; the folds of every build are those above
@@ -107,20 +97,6 @@ def test_a_cross_validated_pipeline_of_a_saved_estimator(spark: SparkSession, tm
     assert back.transform(table(spark)).first() == row
 
 
-class CountingCallback(Callback):
-    """Counts, as part of the state."""
-
-    def __init__(self) -> None:
-        self.steps, self.rows = 0, 0
-
-    def on_step_end(self, training: Any, logs: Any) -> None:
-        self.steps += 1
-        self.rows += logs["rows"]
-
-    def on_epoch_end(self, training: Any, logs: Any) -> None:
-        assert self.rows == 45 * (logs["epoch"] + 1), self.rows
-
-
 class Two(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -135,41 +111,26 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (guess == label).double().mean()
 
 
-def halve_rate(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-
-
-def test_a_fit_with_several_losses_validation_metrics_schedule_and_callbacks(
+def test_a_fit_with_several_losses_validation_metrics_and_callbacks_tells_what_transform_shows(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     torch.manual_seed(2)
-    with pytest.raises(InvalidInput, match="model is the class Two"):
-        classifier(tmp_path, model=Two).fit(assemble(table(spark)))
     model = classifier(
         tmp_path,
         model=lambda: Two(),  # noqa: PLW0108 - a factory, where the class itself is refused
         optimizer=lambda params: torch.optim.SGD(params, lr=0.2),
-        scale_lr=True,
         loss=[torch.nn.CrossEntropyLoss(), torch.nn.MSELoss()],
         loss_weights=[1.0, 0.5],
         label_cols=["y", "z"],
         validation="v",
         metrics=[accuracy],
-        callbacks=[
-            CountingCallback(),
-            LearningRateSchedule(halve_rate),
-            BestWeights(),
-            EarlyStopping(patience=1, min_delta=9.0),
-        ],
+        callbacks=[BestWeights(), EarlyStopping(patience=1, min_delta=9.0)],
         epochs=5,
-        terminate_on_nan=True,
         gather_timeout=60.0,
     ).fit(assemble(table(spark)))
     history = model.history
     assert len(history) == 2, "the first epoch is the best one for EarlyStopping, the second ends it"
     assert [(epoch["rows"], epoch["val_rows"]) for epoch in history] == [(45, 15)] * 2
-    assert [epoch["learning_rate"] for epoch in history] == [0.4, 0.2]
-    assert history[1]["val_loss"] < history[0]["val_loss"]
     whole = history[1]["val_loss_y"] + 0.5 * history[1]["val_loss_z"]
     assert history[1]["val_loss"] == pytest.approx(whole)
     out = model.transform(assemble(table(spark))).where("v").collect()

@@ -128,9 +128,7 @@ def test_fine_tuning_is_exact_after_twenty_kills(
 
 
 @pytest.mark.parametrize("rig", ["cpu", SPARK], indirect=True)
-def test_an_unchanged_script_resumes_from_its_own_checkpoint_after_each_of_twenty_kills(
-    rig: Rig, tmp_path: Path
-) -> None:
+def test_an_unchanged_script_resumes_from_its_checkpoint_after_twenty_kills(rig: Rig, tmp_path: Path) -> None:
     script = ROOT / "tests" / "faults" / "killed_script.py"
     lines, call = rig(str(script), str(tmp_path), str(KILLS), str(STEPS))
     with Killer(tmp_path, lines, holders=1) as killer:

@@ -33,7 +33,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler, get_job_queue
 from spark_elastic.driver.job import FIRST_ATTEMPT, LaunchResult
 from spark_elastic.driver.ports import Discovery, SlotOutcome, ThreadPerSlotLauncher
-from spark_elastic.errors import InvalidInput, PreflightError, StoreError
+from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.logs import announce_phase
 from spark_elastic.protocol.types import SlotSpec
@@ -134,10 +134,7 @@ class ConnectPlatform(SparkPlatform):
             towards = self._settings.get(conf.DRIVER_HOST)
             return client.follow(lambda: launcher.run_coordinator(task, towards), config)
         finally:
-            try:
-                store.remove_tree(folder)
-            except StoreError as error:  # the job's result or error counts more
-                log.warning("%s Remove it by hand.", error)
+            store.discard(folder)
 
 
 def read_settings(spark: SparkSession) -> dict[str, str]:

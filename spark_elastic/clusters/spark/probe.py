@@ -98,9 +98,8 @@ class Probe:
             if listener is not None:
                 listener.close()
             if store is not None:
-                with suppress(StoreError):  # what the block raised says more; `Store.clean` removes it
-                    store.remove_tree(f"{PROBES}/{token}")
-                    store.remove_empty_folder(PROBES)
+                store.discard(f"{PROBES}/{token}")
+                store.remove_empty_folder(PROBES)
 
     def make_task(self, program: Payload) -> Task:
         """The probe as a nested function, which is pickled by value: it starts even where our package is missing."""

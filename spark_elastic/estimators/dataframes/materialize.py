@@ -360,16 +360,9 @@ def _write_and_publish(
         for name, manifest in reversed(list(zip(published, manifests, strict=True))):
             manifest.save(target.store, name)
     except BaseException:
-        _remove_folder(target.store, target.folder)
+        target.store.discard(target.folder)
         raise
     return manifests
-
-
-def _remove_folder(store: Store, folder: str) -> None:
-    try:
-        store.remove_tree(folder)
-    except StoreError as error:
-        log.warning("%s Remove it by hand.", error)
 
 
 def _write(df: DataFrame, types: Mapping[str, ColumnType], target: _Target) -> tuple[Manifest, ...]:
@@ -398,7 +391,7 @@ def _write(df: DataFrame, types: Mapping[str, ColumnType], target: _Target) -> t
         row_bytes += scan.count_bytes(columns) // sum(counts.values())
         number = options.count_group_rows(row_bytes)
         files = chunks.merge(f"{target.folder}/ordered", counts, number, row_bytes)
-        _remove_folder(target.store, chunks.sort.folder)
+        target.store.discard(chunks.sort.folder)
     manifests = []
     for folder, names in zip(folders, files, strict=True):
         footers = read_footers(target.store, names)

@@ -6,7 +6,6 @@ caller's thread.
 
 from __future__ import annotations
 
-import logging
 import re
 import uuid
 from collections.abc import Iterator
@@ -18,8 +17,6 @@ from pyspark.sql import SparkSession
 
 from spark_elastic.data.store import Store, StoreFull, lacks_room
 from spark_elastic.errors import InvalidInput, StoreError
-
-log = logging.getLogger("spark_elastic")
 
 # fsspec's scheme -> Spark's.
 _SPARK_SCHEMES = {"s3": "s3a", "gcs": "gs", "az": "abfss", "adl": "abfss", "abfs": "abfss"}
@@ -68,11 +65,8 @@ def check_store_access(spark: SparkSession, store: Store) -> None:
     try:
         _read_in_jvm(spark, store, name, token)
     finally:
-        try:
-            store.delete(name)
-            store.remove_empty_folder("probes")
-        except StoreError as error:  # what the block raised says more
-            log.warning("%s Remove it by hand.", error)
+        store.discard(name)
+        store.remove_empty_folder("probes")
 
 
 def _read_in_jvm(spark: SparkSession, store: Store, name: str, token: str) -> None:

@@ -53,8 +53,7 @@ def test_a_job_is_seen_drained_and_cancelled_from_elsewhere_and_its_end_stays(
     assert (job.has_ended, len(job.report.world_changes)) == (True, 2)
     for request in (job.cancel, lambda: job.drain(rank=0)):
         with pytest.raises(
-            InvalidInput,
-            match=r"run 'mine' \(attempt 1, .*\) has ended \(cancelled\): nothing is left to drain",
+            InvalidInput, match=r"run 'mine' \(attempt 1, .* has ended \(cancelled\): nothing is"
         ):
             request()
     results = Run(count, (job.status()["metrics"]["step"] + 3, 1), room=1, num_workers=1, **given).results()
@@ -64,14 +63,10 @@ def test_a_job_is_seen_drained_and_cancelled_from_elsewhere_and_its_end_stays(
     with pytest.raises(TimeoutError, match=r"attempt 3, .*still runs after 0 s"):
         job.result(timeout=0)
     monkeypatch.setattr(attached, "SILENT_AFTER", 0.1)
-    with pytest.raises(
-        JobFailed, match=r"run 'mine' \(attempt 3, .*\) has no driver any more: call fit or run"
-    ):
+    with pytest.raises(JobFailed, match=r"run 'mine' \(attempt 3, .*\) has no driver any more: call fit or"):
         job.result()
 
 
 def test_a_run_that_never_was_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidInput, match=r"there is no run 'mnie' in the store .*: give run_id and store as"
-    ):
+    with pytest.raises(InvalidInput, match=r"there is no run 'mnie' in the store .*: give run_id and store"):
         attach("mnie", str(tmp_path))

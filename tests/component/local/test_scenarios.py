@@ -115,12 +115,12 @@ def test_all_hosts_blacklisted(tmp_path: Path, fault: Fault) -> None:
 
 @pytest.mark.scenario("E6")
 def test_min_hosts_timeout(tmp_path: Path, fault: Fault) -> None:
-    options = ("-np", "2", "--min-np", "2", "-H", "localhost:2", "--elastic-timeout", "12")
+    options = ("-np", "2", "--min-np", "2", "-H", "localhost:2", "--elastic-timeout", "8")
     with start_watched(tmp_path, fault, *options, *LONG) as job:
         job.await_size(2)
         fault(job.order, 1, "exit")
         assert job.wait_for_exit() == 1
-        assert "1 workers came within 12 s and 2 are needed (min_workers)" in job.stderr()
+        assert "1 workers came within 8 s and 2 are needed (min_workers)" in job.stderr()
         assert "cooling down:" in job.stderr()
 
 

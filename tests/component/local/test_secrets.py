@@ -84,9 +84,8 @@ class SecretSearch(io.StringIO):
         found = re.search(r"(https://\S+)(\?token=\S+)", self.getvalue())
         assert found is not None
         for name in ("", "data", "metrics"):
-            with closing(
-                urlopen(found[1] + name + found[2], context=create_pinned_context(self.certificate))
-            ) as answer:
+            context = create_pinned_context(self.certificate)
+            with closing(urlopen(found[1] + name + found[2], context=context)) as answer:
                 self.seen[f"status page {name}"] = answer.read()
 
 
@@ -103,19 +102,8 @@ def test_no_trace_of_a_run_shows_its_secrets(tmp_path: Path, caplog: pytest.LogC
     caplog.set_level(logging.DEBUG)
     traces = SecretSearch(tmp_path / "looked")
     config = ElasticConfig(checkpoint_steps=1, journal=str(tmp_path / "journal"), ledger=True, tls=True)
-    call = prepare(
-        train,
-        ((str(traces.looked),),),
-        {
-            "env": {"TOKEN": SECRET},
-            "num_workers": 2,
-            "stdout": traces,
-            "verbose": 2,
-            "store": str(tmp_path / "store"),
-            "run_id": "r",
-        },
-        config,
-    )
+    how = {"env": {"TOKEN": SECRET}, "num_workers": 2, "stdout": traces, "verbose": 2, "run_id": "r"}
+    call = prepare(train, ((str(traces.looked),),), {**how, "store": str(tmp_path / "store")}, config)
     assert SECRET not in repr(call)
     launcher = SearchedLauncher(call.program, SystemClock(), call.preload)
     launcher.traces = traces
@@ -123,20 +111,15 @@ def test_no_trace_of_a_run_shows_its_secrets(tmp_path: Path, caplog: pytest.LogC
     with pytest.raises(WorkerFailed) as failed, call.open_output() as listener:
         supervise(launcher, CombinedDiscovery(), driver, limits, call.options.config, call.name, listener)
     assert "the end of the script" in str(failed.value)
-    found = traces.seen | {
-        "log": caplog.text.encode(),
-        "stream": traces.getvalue().encode(),
-        "error": repr(failed.value).encode(),
-    }
+    texts = {"log": caplog.text, "stream": traces.getvalue(), "error": repr(failed.value)}
+    found = traces.seen | {name: text.encode() for name, text in texts.items()}
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     found |= {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
     assert any("checkpoint" in name for name in found), sorted(found)
     assert "journal" in found
     assert b"\ninfo: " in found["stream"], "verbose=2 tells the log"
     kept = b"".join(text for name, text in found.items() if name.startswith("store/runs/r/logs/"))
-    assert re.search(rb"^\S+ \d-0\.\d \[[01]\] look now$", kept, re.MULTILINE), (
-        "the files of what workers print"
-    )
+    assert re.search(rb"^\S+ \d-0\.\d \[[01]\] look now$", kept, re.MULTILINE), "files of what workers print"
     assert sum(name.startswith("arguments of") for name in found) >= 4, "two slots and their workers"
     assert b"look now" in found["stream"], "the search would find what is there"
     key = launcher.key

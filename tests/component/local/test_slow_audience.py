@@ -117,9 +117,7 @@ def test_a_terminal_that_blocks_costs_no_world() -> None:
     reader = threading.Thread(target=read_lines)
     reader.start()
     with os.fdopen(ends[1], "w") as stream:
-        output = StalledListener(
-            stream, SystemClock(), timestamps=False, show_messages=True, show_output=True
-        )
+        output = StalledListener(stream, SystemClock(), False, show_messages=True, show_output=True)
         output.began = began
         result = train(make_cluster(program, LocalLauncher), output)
         output.close()
@@ -175,6 +173,4 @@ def test_a_log_handler_that_blocks_costs_no_world() -> None:
         thread.join()
     assert [world.size for world in result.worlds] == [2]
     (line,) = collector.held_up
-    assert line.startswith(
-        "The driver's server refused 1 request (the last one: Invalid HTTP request received)"
-    )
+    assert line.startswith("The driver's server refused 1 request (the last one: Invalid HTTP request")

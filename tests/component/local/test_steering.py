@@ -1,8 +1,10 @@
-"""Workers drained by hand and hosts listed by a function, on real processes."""
+"""Workers drained by hand and hosts listed by a function, on real processes; how a slot's process ends."""
 
 from __future__ import annotations
 
 import json
+import queue
+import signal
 from typing import Any
 
 import pytest
@@ -13,8 +15,11 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import HostPoller, JobHandle
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.errors import JobCancelled
-from spark_elastic.protocol.types import Limits
+from spark_elastic.protocol.events import DriverEvent, LaunchEnded
+from spark_elastic.protocol.messages import RegisterSlot
+from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.testing.fakes import CountingProgram
+from tests.component.rendezvous.driver_side import ATTEMPT, KEY, start_driver
 from tests.component.worker.moments import ActListener, HeldProgram
 from tests.journals import keep_journal
 from tests.patience import until
@@ -68,3 +73,28 @@ def test_a_job_is_ended_by_its_handle() -> None:
     launcher = LocalLauncher(program, HostSlots({"a": 1, "b": 1}), CLOCK)
     with pytest.raises(JobCancelled, match="enough is enough"):
         _run(program, launcher, ActListener(3, lambda: handle.cancel("enough is enough")), handle=handle)
+
+
+# ---- a slot's process
+
+
+@pytest.mark.parametrize("key", [KEY, bytes(32)], ids=["released", "refused"])
+def test_a_slots_process_ignores_ctrl_c_and_says_why_the_slot_ended(key: bytes) -> None:
+    """A terminal signals all processes; those of a slot would end with a traceback each, before they are told to. The
+    driver quotes the reason where workers are missing."""
+    driver = start_driver(admit=lambda facts: "localhost has no torch")
+    posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
+    launcher = LocalLauncher(None, HostSlots({"localhost": 1}), SystemClock())
+    try:
+        launcher.start(SlotSpec(address=driver.server.address, key=key, attempt=ATTEMPT), posted.put)
+        launcher.launch(1)
+        if key == KEY:
+            slot = driver.await_event(RegisterSlot).slot
+            launcher.kill(1, signal.SIGINT)
+            driver.server.release_slot(slot, "localhost has no torch")
+        ended = posted.get(timeout=30.0)
+        assert isinstance(ended, LaunchEnded)
+        assert ("localhost has no torch" if key == KEY else "key") in ended.reason
+    finally:
+        assert launcher.close(10.0) == []
+        driver.close()

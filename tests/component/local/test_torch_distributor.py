@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,15 +55,9 @@ if __name__ == "__main__":
 
 def test_p3_a_function_begins_again_in_new_processes_and_returns_what_rank_0_does(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    how: Any = {"capture_output": True, "text": True, "env": {**os.environ, "TMPDIR": str(tmp_path)}}
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, timeout=100, check=False, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     told = done.stdout
     seen = "{'RANK': '0', 'LOCAL_RANK': '0', 'TORCHELASTIC_RESTART_COUNT': '1'}"

@@ -39,12 +39,9 @@ class ObservedJob:
         launcher = [sys.executable, "-m", "spark_elastic.clusters.cli", "--start-timeout", str(WAIT)]
         command = [*launcher, *options, "python", str(LOOP), str(folder)]
         self._stderr = (folder / "stderr").open("w+")
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        )
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": self._stderr}
+        self.process = subprocess.Popen(command, env=environment, **streams)
 
     def lines(self) -> list[dict[str, Any]]:
         log = self.folder / "log"

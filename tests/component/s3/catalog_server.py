@@ -64,16 +64,9 @@ class CatalogServer(ThreadedServer):
 class _Answers(BaseHTTPRequestHandler):
     server: CatalogServer
 
-    def do_GET(self) -> None:
-        self._answer("GET", None)
-
-    def do_HEAD(self) -> None:
-        self._answer("HEAD", None)
-
-    def do_POST(self) -> None:
-        self._answer("POST", json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-    def _answer(self, method: str, body: Any) -> None:
+    def _answer(self) -> None:
+        method, length = self.command, int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length) or b"null")
         path = self.path.partition("?")[0]
         self.server.requests[f"{method} {path}"] += 1
         sent = self.headers.get("Authorization")
@@ -85,6 +78,8 @@ class _Answers(BaseHTTPRequestHandler):
             self._send(*self._answer_unity(method, path.removeprefix(UNITY), body))
         else:
             self._send(*self._answer_iceberg(path.removeprefix(REST)))
+
+    do_GET = do_HEAD = do_POST = _answer
 
     def _answer_unity(self, method: str, path: str, body: Any) -> tuple[int, Any]:
         if method == "GET":

@@ -40,17 +40,17 @@ from tests.component.torch.job import (
     check_every_row_once,
     difference,
     make_data,
-    make_job,
     train_elastic,
     train_plain,
 )
+from tests.component.torch.resumed_job import make_job
 from tests.leaks import SessionOwned
 from tests.patience import until
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
 
-ROWS = 300
-SECONDS = 1.0  # for which keys are valid where they end
+ROWS, FILES = 300, "pyiceberg.io.fsspec.FsspecFileIO"
+SECONDS = 0.5  # for which keys are valid where they end
 
 
 @pytest.fixture(scope="module")
@@ -69,26 +69,18 @@ def s3(endpoint: str, session_owned: SessionOwned) -> Iterator[FaultyServer]:
 def tables(endpoint: str) -> dict[str, Any]:
     """A table of Delta and one of Iceberg, in a bucket: name -> what a catalog knows of it."""
     bucket = uuid.uuid4().hex
-    Store.open(f"s3://{bucket}/x", key="someone", secret=SECRET, endpoint_url=endpoint).filesystem.mkdir(
-        bucket
-    )
+    owner = {"key": "someone", "secret": SECRET, "endpoint_url": endpoint}
+    Store.open(f"s3://{bucket}/x", **owner).filesystem.mkdir(bucket)
     table = pa.table({"id": np.arange(ROWS), "x": np.arange(ROWS) * 0.5})
     options = delta_options(endpoint)
     for number in range(3):
         part = table.slice(number * ROWS // 3, ROWS // 3)
         for name in ("delta", "copy"):
             deltalake.write_deltalake(f"s3://{bucket}/{name}", part, mode="append", storage_options=options)
-    catalog = SqlCatalog(
-        "made",
-        **{
-            "uri": "sqlite:///:memory:",
-            "warehouse": f"s3://{bucket}/wh",
-            "py-io-impl": "pyiceberg.io.fsspec.FsspecFileIO",
-            "s3.endpoint": endpoint,
-            "s3.access-key-id": "someone",
-            "s3.secret-access-key": SECRET,
-        },
-    )
+    keys = {"endpoint": endpoint, "access-key-id": "someone", "secret-access-key": SECRET}
+    files = {f"s3.{name}": value for name, value in keys.items()}
+    where = {"uri": "sqlite:///:memory:", "warehouse": f"s3://{bucket}/wh"}
+    catalog = SqlCatalog("made", **where, **files, **{"py-io-impl": FILES})
     catalog.create_namespace("ns")
     iceberg = catalog.create_table("ns.digits", table.schema)
     for number in range(3):
@@ -141,12 +133,7 @@ def name_unity(server: CatalogServer, token: Any = TOKEN) -> dict[str, Any]:
 
 
 def name_rest(server: CatalogServer, token: Any = TOKEN) -> dict[str, Any]:
-    catalog = {
-        "type": "rest",
-        "uri": server.url,
-        "token": token,
-        "py-io-impl": "pyiceberg.io.fsspec.FsspecFileIO",
-    }
+    catalog = {"type": "rest", "uri": server.url, "token": token, "py-io-impl": FILES}
     return {"table": "ns.digits", "catalog": catalog}
 
 
@@ -161,9 +148,7 @@ def read_ids(rows: Rows) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [name_unity, name_rest, name_object])
-def test_rows_are_read_for_longer_than_keys_are_valid(
-    server: CatalogServer, name: Callable[..., dict[str, Any]]
-) -> None:
+def test_rows_outlive_the_keys_to_them(server: CatalogServer, name: Callable[..., dict[str, Any]]) -> None:
     rows = cloudpickle.loads(cloudpickle.dumps(Rows.from_table(**name(server))))
     server.seconds = SECONDS
     begun = len(server.ends)
@@ -171,15 +156,13 @@ def test_rows_are_read_for_longer_than_keys_are_valid(
         assert read_ids(rows) == list(range(ROWS))
 
 
-def test_keys_that_are_refused_before_their_end_are_renewed_and_no_answer_is_waited_for(
-    server: CatalogServer,
-) -> None:
+def test_keys_refused_before_their_end_are_renewed_and_no_answer_is_waited_for(server: CatalogServer) -> None:
     rows = Rows.from_table(**name_unity(server))
     assert read_ids(rows) == list(range(ROWS))
     server.ends.clear()  # as if they were revoked
     asked = server.requests.total()
     server.status = 503
-    back = threading.Timer(1.0, lambda: setattr(server, "status", None))
+    back = threading.Timer(0.3, lambda: setattr(server, "status", None))
     back.start()
     assert read_ids(rows) == list(range(ROWS))
     back.join()
@@ -206,8 +189,8 @@ def test_credentials_that_cannot_be_renewed_end_the_read_with_one_sentence(serve
     assert read_ids(rows) == list(range(ROWS))
     server.status = 503
     rows = cloudpickle.loads(cloudpickle.dumps(rows))  # as a worker gets them
-    rows = replace(rows, store=replace(rows.store, retry_seconds=2.0))
-    with pytest.raises(StoreError, match=r"TimeoutError: \d+ attempts in 2 s failed"):
+    rows = replace(rows, store=replace(rows.store, retry_seconds=1.0))
+    with pytest.raises(StoreError, match=r"TimeoutError: \d+ attempts in 1 s failed"):
         read_ids(rows)
 
 
@@ -307,14 +290,9 @@ def test_keys_of_the_user_open_a_table_of_delta_by_its_place(endpoint: str, tabl
     assert read_ids(rows) == list(range(ROWS))
 
 
-def test_two_tables_of_a_catalog_are_read_with_keys_of_their_own(
-    server: CatalogServer, tables: dict[str, Any]
-) -> None:
-    server.unity["main.ns.others"] = {
-        **tables["unity"],
-        "table_id": "4712",
-        "storage_location": tables["copy"],
-    }
+def test_two_tables_are_read_with_keys_of_their_own(server: CatalogServer, tables: dict[str, Any]) -> None:
+    other = {"table_id": "4712", "storage_location": tables["copy"]}
+    server.unity["main.ns.others"] = {**tables["unity"], **other}
     parts = [
         read_snapshot(find_in_catalog(named["catalog"], name), None, named["storage_options"])
         for name in ("main.ns.digits", "main.ns.others")
@@ -326,9 +304,11 @@ def test_two_tables_of_a_catalog_are_read_with_keys_of_their_own(
         assert [store.describe(each.info.name).bytes for each in part] == [each.info.bytes for each in part]
 
 
-@pytest.mark.faults
-def test_workers_and_those_after_them_ask_for_credentials_of_their_own(
-    endpoint: str, server: CatalogServer, tables: dict[str, Any], tmp_path: Path
+@pytest.mark.native
+@pytest.mark.timeout(300)
+@pytest.mark.faults  # in every build tests/spark/test_hosts.py trains from a bucket; test_training_hooks.py loses all
+def test_p7_workers_after_all_were_lost_continue_from_the_bucket_and_ask_for_credentials_of_their_own(
+    endpoint: str, store: Store, server: CatalogServer, tables: dict[str, Any], tmp_path: Path
 ) -> None:
     here, _ = make_data(tmp_path)
     bucket = tables["unity"]["storage_location"].rpartition("/")[0]
@@ -343,15 +323,18 @@ def test_workers_and_those_after_them_ask_for_credentials_of_their_own(
     begun: list[int] = []
 
     def lose_all() -> None:
-        until(lambda: bool(CheckpointStore(here, RUN).read_published()))
+        until(lambda: bool(CheckpointStore(store, RUN).read_published()))
         begun.append(len(server.ends))
         for slot in make.made.slots():
             kill(make.made, slot)
 
+    ledger, run = tmp_path / "ledger", OwnedRun.acquire(store, RUN)
     with inject_faults(tmp_path / "faults", {"epoch 1": lose_all}):
-        ledger, run = tmp_path / "ledger", OwnedRun.acquire(here, RUN)
-        ours, _ = train_elastic(job, here, rows.manifest, str(ledger), Follower(), make, run=run)
+        ours, result = train_elastic(
+            job, store, rows.manifest, str(ledger), Follower(), make, run=run, keep_commits=False
+        )
     assert begun[0] >= job.workers
     assert len(server.ends) > begun[0]
+    assert any("continues from checkpoint" in world.reason for world in result.worlds)
     check_every_row_once(ledger, job.epochs)
     assert difference(ours, train_plain(job, here, rows.manifest)) < 1e-9

@@ -46,18 +46,16 @@ def test_a_secret_is_in_no_message(store: Store) -> None:
     assert SECRET not in repr(store)
     options = {"key": "k", "secret": SECRET, "endpoint_url": "http://127.0.0.1:1"}
     impatient = {"retries": {"max_attempts": 0}}
-    gone = Store.open(
-        store.url.replace("jobs", "") + "x/../y", config_kwargs=impatient, retry_seconds=1, **options
-    )
+    url = store.url.replace("jobs", "") + "x/../y"
+    gone = Store.open(url, config_kwargs=impatient, retry_seconds=1, **options)
     with pytest.raises(StoreError) as raised:
         gone.read_bytes("x")
     assert SECRET not in str(raised.value)
 
 
 def test_existing_parquet_files_are_read(store: Store) -> None:
-    table = pa.table(
-        {"id": np.arange(50), "x": pa.array([[i, -i] for i in range(50)], pa.list_(pa.float32()))}
-    )
+    x = pa.array([[i, -i] for i in range(50)], pa.list_(pa.float32()))
+    table = pa.table({"id": np.arange(50), "x": x})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=20)
     folder = f"data/{'5e' * 16}"

@@ -23,12 +23,6 @@ MANIFEST = Manifest(
 )
 
 
-def test_a_manifest_counts_rows_and_bytes() -> None:
-    assert MANIFEST.rows == 200
-    assert MANIFEST.group_rows == (100, 40, 60)
-    assert MANIFEST.max_decoded_group_bytes() == 100 * (28 * 28 * 4 + 8)
-
-
 def test_r19_the_hash_is_of_the_content_not_of_names() -> None:
     elsewhere = replace(MANIFEST, files=("b/0", "b/1"), fingerprint="other")
     assert elsewhere.hash == MANIFEST.hash

@@ -92,9 +92,7 @@ def test_longer_documents_are_refused_or_counted() -> None:
     assert check_lengths(lengths, Packing(length=8, overlong="split")) == 2
     with pytest.raises(InvalidInput, match="have no tokens"):
         check_lengths(np.zeros(3, np.int64), Packing())
-    with pytest.raises(
-        InvalidInput, match="overlong must be one of 'refuse', 'split', 'truncate'; got 'cut'"
-    ):
+    with pytest.raises(InvalidInput, match="overlong must be one of 'refuse', 'split', 'truncate'; got"):
         Packing(overlong="cut")
 
 
@@ -104,19 +102,12 @@ def test_positions_labels_and_cu_seqlens_follow_from_the_documents() -> None:
     assert find_positions(ids).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
     no = IGNORED
     assert make_labels(tokens, ids).tolist() == [[no, 11, no, 13, 14, no], [no, 17, 18, 19, 20, 21]]
-    assert make_labels(tokens, ids, predict_first=True).tolist() == [
-        [10, 11, 12, 13, 14, no],
-        [*range(16, 22)],
-    ]
+    labels = make_labels(tokens, ids, predict_first=True)
+    assert labels.tolist() == [[10, 11, 12, 13, 14, no], [*range(16, 22)]]
     assert cumulate_lengths(ids).tolist() == [0, 2, 5, 6, 12]
 
 
-ROWS = [
-    np.array([1, 2, 3], np.int32),
-    np.array([], np.int32),
-    np.array([4], np.int32),
-    np.array([5, 6], np.int32),
-]
+ROWS = [np.array(row, np.int32) for row in ([1, 2, 3], [], [4], [5, 6])]
 
 
 def as_lists(ragged: Ragged) -> list[list[int]]:

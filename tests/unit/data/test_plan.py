@@ -7,12 +7,10 @@ import random
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.data import plan as plan_module
 from spark_elastic.data.plan import ALONE, DataPlan, Division, draw_permutation
 from spark_elastic.errors import InvalidInput
 from tests.planned_rows import list_row_ids
@@ -45,9 +43,7 @@ def test_p1_each_row_once_in_level_steps(plan: DataPlan, epoch: int, size: int) 
 
 @given(plans(), st.integers(0, 5), st.integers(1, 70), st.data())
 @settings(max_examples=200, deadline=None)
-def test_p2_a_step_is_the_same_in_every_world(
-    plan: DataPlan, epoch: int, size: int, data: st.DataObject
-) -> None:
+def test_p2_a_step_is_one_in_every_world(plan: DataPlan, epoch: int, size: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(0, plan.steps - 1))
     assert ids(plan, epoch, step, size) == ids(plan, epoch, step, 1)
     order = plan.permute_epoch(epoch)
@@ -94,9 +90,7 @@ def test_a_ranks_share_of_a_step_touches_few_row_groups() -> None:
 
 @given(plans(), st.integers(1, 9), st.data())
 @settings(max_examples=150, deadline=None)
-def test_steps_computed_in_a_block_equal_those_computed_alone(
-    plan: DataPlan, size: int, data: st.DataObject
-) -> None:
+def test_steps_of_a_block_equal_those_made_alone(plan: DataPlan, size: int, data: st.DataObject) -> None:
     first, rank = data.draw(st.integers(0, plan.steps - 1)), data.draw(st.integers(0, size - 1))
     count = data.draw(st.integers(1, plan.count_equal_steps(first)))
     order = plan.permute_epoch(1)
@@ -124,24 +118,6 @@ def test_ranks_that_divide_a_step_unequally_take_the_same_rows(
         assert abs(block.length - block.planned * count / sum(parts)) < 1
 
 
-def test_lanes_in_one_row_group_share_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row group of foreign files may have a million rows, and a plan 64 lanes."""
-    made: list[tuple[int, ...]] = []
-
-    def count_draw(count: int, *words: int) -> npt.NDArray[np.int64]:
-        made.append(words[2:])
-        return draw_permutation(count, *words)
-
-    monkeypatch.setattr(plan_module, "draw_permutation", count_draw)
-    plan = DataPlan((300, 300), global_batch=32, seed=1, lanes=8)
-    order = plan.permute_epoch(0)
-    order.assign_block(0, 1, 0, ALONE)
-    assert sorted(made) == [(), (0,), (1,)], "of the row groups, and of each one's rows"
-    for step in range(1, plan.steps):
-        order.assign_block(step, 1, 0, ALONE)
-    assert sorted(made) == [(), (0,), (1,)]
-
-
 def test_integers_of_numpy_are_words_as_others() -> None:
     assert draw_permutation(9, np.int64(5), np.uint64(2)).tolist() == draw_permutation(9, 5, 2).tolist()
 
@@ -154,21 +130,8 @@ def test_golden_vectors_of_the_permutation() -> None:
 
 def test_golden_vectors_of_the_plan() -> None:
     plan = DataPlan((6, 3, 5), global_batch=5, seed=42, lanes=2)
-    assert [ids(plan, 1, step, 1) for step in range(plan.steps)] == [
-        [4, 0, 7, 8, 10],
-        [1, 2, 6, 12, 11],
-        [3, 5, 13, 9],
-    ]
-
-
-def test_splitmix64_is_the_published_one() -> None:
-    """The first outputs for the seed 1234567, as the reference implementation gives them."""
-    from spark_elastic.data import plan
-
-    counters = np.arange(1, 4, dtype=np.uint64) * np.uint64(plan._GOLDEN) + np.uint64(1234567)
-    assert plan._splitmix64(counters).tolist() == [
-        6457827717110365317, 3203168211198807973, 9817491932198370423,
-    ]  # fmt: skip
+    taken = [ids(plan, 1, step, 1) for step in range(plan.steps)]
+    assert taken == [[4, 0, 7, 8, 10], [1, 2, 6, 12, 11], [3, 5, 13, 9]]
 
 
 @pytest.mark.parametrize(

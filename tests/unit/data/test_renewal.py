@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from unittest.mock import patch
@@ -81,11 +80,3 @@ def test_those_without_an_end_and_those_that_our_clock_takes_for_ended_stay_unti
     assert second.options == {"key": 2}
     held.refuse(first)  # by a request that was under way
     assert held.get() is second
-
-
-def test_a_copy_has_no_credentials_and_asks_for_its_own(vendor: Vendor) -> None:
-    held = RenewedCredentials(vendor, Lease({"key": "of the driver"}, None))
-    assert held.get().options == {"key": "of the driver"}
-    content = pickle.dumps(held)
-    assert b"of the driver" not in content
-    assert pickle.loads(content).get().options == {"key": 1}

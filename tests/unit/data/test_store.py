@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from tests.leaks import SessionOwned
+from tests.memory_store import make_memory_store
 from tests.special_names import check_special_names
 
 
@@ -81,6 +82,24 @@ def test_objects_are_written_read_and_listed_by_name(store: Store) -> None:
     assert not store.exists("a/b/one")
 
 
+def test_what_a_store_refuses_to_discard_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def deny(path: str) -> None:
+        raise PermissionError("AccessDenied")
+
+    store = make_memory_store()
+    for name in ("a/b", "a/c/d", "e"):
+        store.write_bytes(name, b"1")
+    for name in ("a", "e"):
+        store.discard(name)
+    assert store.find() == []
+    store.write_bytes("a/b", b"1")
+    store.filesystem.rm_file = deny
+    store.discard("a")
+    (line,) = caplog.messages
+    assert line.startswith("Cannot delete 'a' in the store memory://")
+    assert line.endswith("AccessDenied). Remove it by hand.")
+
+
 @pytest.mark.parametrize("root", ["ax", "a[xy]*?"])
 def test_names_with_special_characters_are_taken_literally(store: Store, root: str) -> None:
     store.write_bytes("ay/runs/ax/b/one", b"a store whose url the pattern of another one's matches")
@@ -133,9 +152,7 @@ def test_only_one_of_two_writers_creates_an_object(store: Store) -> None:
     assert store.list("a") == ["a/new"]
 
 
-def test_a_client_that_drops_the_mode_of_a_write_overwrites_nothing(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_drops_modes_overwrites_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As s3fs before 2024.12."""
     write = store.filesystem.pipe_file
     monkeypatch.setattr(
@@ -219,16 +236,10 @@ def test_names_outside_of_the_store_are_refused(store: Store, name: str) -> None
         ("hdfs://localhost:1/x", StoreError, r"opened: Unable to load libjvm: .*set JAVA_HOME, .*glob`\)\.$"),
         ("memory://k:secret@b/x", InvalidInput, "storage_options"),
         ("simplecache::memory://k:secret@b/x", InvalidInput, "storage_options"),
-        (
-            "simplecache::memory://a::1",
-            InvalidInput,
-            "has '::' behind simplecache::, which drops it",
-        ),
+        ("simplecache::memory://a::1", InvalidInput, "has '::' behind simplecache::, which drops it"),
     ],
 )
-def test_wrong_urls_are_refused(
-    url: str, error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_urls(url: str, error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAVA_HOME", "/nowhere")
     with pytest.raises(error, match=says):
         Store.open(url)
@@ -278,9 +289,7 @@ def test_a_power_cut_loses_no_name_of_an_object_and_no_folder(
         path /= name
 
 
-def test_a_failed_write_leaves_the_old_object_and_no_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_object_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(str(tmp_path))
     store.write_bytes("x", b"old")
 

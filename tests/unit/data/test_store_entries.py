@@ -124,18 +124,14 @@ OF_OTHER_PROGRAMS = (
 
 
 @pytest.mark.parametrize("name", [*LEFT_BY_A_KILLED_JOB, *OF_OTHER_PROGRAMS])
-def test_what_a_killed_job_has_left_is_removed_and_what_other_programs_keep_stays(
-    empty: Store, name: str
-) -> None:
+def test_what_a_killed_job_has_left_is_removed_and_what_others_keep_stays(empty: Store, name: str) -> None:
     empty.write_bytes(name, b"1")
     removed = remove_old_entries(empty, 3600, LATER, unfinished=True)
     assert len(removed) == (name in LEFT_BY_A_KILLED_JOB)
     assert names(empty.find()) == ([] if removed else [name])
 
 
-@pytest.mark.parametrize(
-    "name", ["runs/mine", "runs/mine/rows", f"probes/{OLD}", "runs/mine/rows/a", "runs/mine/up"]
-)
+@pytest.mark.parametrize("name", ["runs/mine", f"probes/{OLD}", "runs/mine/rows/a", "runs/mine/up"])
 def test_a_deletion_follows_no_symbolic_link(tmp_path: Path, name: str) -> None:
     store, precious = Store.open(tmp_path / "jobs"), tmp_path / "precious"
     Store.open(precious).write_bytes("attempts/000001", b"1")

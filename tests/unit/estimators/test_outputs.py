@@ -98,12 +98,6 @@ def test_classes_have_the_three_columns_of_sparks_classifiers(
         assert [each.tolist() for each in some.values([np.array([row])])] == [found[2].tolist()]
 
 
-def test_two_logits_order_rows_by_their_odds() -> None:
-    """The area under the curve is of the second entry alone, and each row may have its own level of logits."""
-    rows = np.array([[5.0, 4.0], [0.0, 1.0]])
-    assert outputs([2], "softmax").values([rows])[0][:, 1].tolist() == [-1.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("given", "probabilities", "classes"),
     [
@@ -116,18 +110,9 @@ def test_two_logits_order_rows_by_their_odds() -> None:
         ({"thresholds": [0.3, 0.7], "threshold": 0.7}, [[0.2, 0.8]], [1]),
     ],
 )
-def test_thresholds_choose_the_class(
-    given: dict[str, Any], probabilities: list[Any], classes: list[int]
-) -> None:
+def test_thresholds_choose(given: dict[str, Any], probabilities: list[Any], classes: list[int]) -> None:
     rows = np.array(probabilities)
     assert outputs([rows.shape[1]], "identity", **given).values([rows])[2][:, 0].tolist() == classes
-
-
-@pytest.mark.parametrize(("activation", "width"), [("softmax", 3), ("sigmoid", 1)])
-def test_a_row_whose_output_is_nan_has_no_class(activation: str, width: int) -> None:
-    found = outputs([width], activation).values([np.array([[np.nan] * width, [1.0] * width])])
-    for values in found:
-        assert np.isnan(values).all(axis=1).tolist() == np.isnan(values).any(axis=1).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +125,7 @@ def test_a_row_whose_output_is_nan_has_no_class(activation: str, width: int) -> 
         ([2, 1], "softmax"),
     ],
 )
-def test_what_cannot_be_a_class_stays_as_it_is_unless_classes_were_asked_for(
-    shapes: list[Any], implied: str
-) -> None:
+def test_what_cannot_be_a_class_stays_unless_classes_were_asked_for(shapes: list[Any], implied: str) -> None:
     form = outputs(shapes, implied, label_cols=["a", "b"])
     assert form.activation is None
     assert form == outputs(shapes, None, label_cols=["a", "b"])
@@ -171,27 +154,17 @@ def test_raw_outputs_are_asked_for_and_named() -> None:
         ([2], {"activation": "softmx"}, "activation must be one of 'softmax', 'exp'"),
         ([2], {"prediction_col": ""}, "prediction_col, .* must be names; got ''"),
         ([2], {"probability_col": ["p"]}, "must be names; got .'p'"),
-        (
-            [2],
-            {"prediction_col": "x", "feature_cols": ["x"]},
-            "'x' is a feature column, and transform is to add",
-        ),
+        ([2], {"prediction_col": "x", "feature_cols": ["x"]}, "'x' is a feature column, and transform is to"),
         ([2], {"output_cols": [1]}, "must be names; got 1"),
         ([2], {"probability_col": "p", "output_cols": ["q"]}, "of classes, and output_cols asks for"),
         ([2], {"threshold": 0.1, "raw_outputs": True}, "threshold is of classes, and raw_outputs asks for"),
         ([2], {"raw_outputs": 1}, "raw_outputs must be True or False"),
-        (
-            [2],
-            {"threshold": 1.5, "activation": "softmax"},
-            "threshold must be a number from 0 to 1, .* got 1.5",
-        ),
+        ([2], {"threshold": 1.5, "activation": "softmax"}, "must be a number from 0 to 1, .* got 1.5"),
         ([2], {"thresholds": [0, 0], "activation": "softmax"}, "at most one 0; got .0, 0."),
         ([2], {"thresholds": 0.5, "activation": "softmax"}, "thresholds a list of one number"),
         ([2], {"thresholds": [1, 1], "threshold": 0.7, "activation": "softmax"}, "say different things"),
     ],
 )
-def test_columns_that_do_not_fit_the_model_are_refused(
-    shapes: list[Any], given: dict[str, Any], sentence: str
-) -> None:
+def test_columns_that_do_not_fit_are_refused(shapes: list[Any], given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         outputs(shapes, **given)

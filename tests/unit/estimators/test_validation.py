@@ -24,6 +24,8 @@ from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyS
 from spark_elastic.training.torch.spec import build_optimizer
 from tests.unit.estimators.requests import net, values
 
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
+
 
 def ask(**changes: Any) -> FitRequest:
     return build_request(values(**changes), check_torch_objects)
@@ -55,7 +57,7 @@ def test_a_class_of_optimizers_that_takes_parameters_alone_is_the_function_that_
 
 
 def test_metrics_that_callbacks_watch_are_known() -> None:
-    plateau = LearningRateSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau)
+    plateau = LearningRateSchedule(PLATEAU)
     callbacks = [EarlyStopping(), plateau, BestWeights("loss")]
     assert ask(callbacks=callbacks).objects.watched == ("val_loss", "val_loss", "loss")
     assert plateau._scheduler is None  # the user's own stays as it is
@@ -63,6 +65,14 @@ def test_metrics_that_callbacks_watch_are_known() -> None:
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
+
+
+class SharpnessAwareSGD(torch.optim.SGD):
+    """Asks for its closure only once it is called, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None, "Sharpness Aware Minimization requires closure"
+        return super().step(closure)
 
 
 class NeedsRate(torch.optim.SGD):
@@ -81,6 +91,7 @@ class Queues(Callback):
         self.seen = deque([1])
 
 
+OWN_STEP: dict[str, Any] = {"loss": None, "train_minibatch_fn": lambda model, x, y: x}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"a": 1}}, "model must be a torch.nn.Module or a function that makes one; got {'a': 1}."),
     ({"model": torch.nn.Linear}, "model is the class Linear"),
@@ -88,35 +99,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": lambda rows: net()}, "given as model fails, with TypeError: .* 'rows'"),
     ({"optimizer": lambda params: 1 // 0}, "given as optimizer fails, with ZeroDivisionError"),
     ({"loss": "mse"}, r"loss must be a function or module of \(output, label\); got 'mse'"),
-    (
-        {"loss": torch.nn.Bilinear(1, 1, 1)},
-        "loss Bilinear has parameters that require a gradient, .* part of the",
-    ),
+    ({"loss": torch.nn.Bilinear(1, 1, 1)}, "loss Bilinear has parameters that require a gradient"),
     ({"loss": torch.nn.MSELoss}, r"loss=MSELoss\(\)"),
-    (
-        {"callbacks": [LearningRateSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau, every="step")]},
-        "ReduceLROnPlateau looks at a number of each epoch: use every='epoch'",
-    ),
+    ({"callbacks": [LearningRateSchedule(PLATEAU, every="step")]}, "looks at a number of each epoch: use"),
     ({"optimizer": "sgd"}, "optimizer must be a torch optimizer"),
     ({"optimizer": NeedsRate}, "given as optimizer fails, with TypeError: .* 'lr'"),
     ({"optimizer": list}, "optimizer must return a torch optimizer .* returned list"),
     ({"optimizer": lambda params: 3}, "returned int"),
-    (
-        {"store": object()},
-        "store must be a path or url; got object: for a Store of Horovod's give what that was",
-    ),
+    ({"store": object()}, "store must be a path or url; got object: for a Store of Horovod's give what that"),
     ({"store": b"/mnt"}, "store must be a path or url; got bytes"),
     ({"shuffle": "false"}, "shuffle must be True or False; got 'false'"),
     ({"loss_scope": "all"}, "loss_scope must be one of 'step', 'worker', or None; got 'all'"),
-    (
-        {"loss": None, "loss_scope": "step", "train_minibatch_fn": lambda model, x, y: x},
-        "loss_scope='step' gathers the outputs .* give the comparison as loss",
-    ),
+    ({"loss_scope": "step", **OWN_STEP}, "loss_scope='step' gathers the outputs .* give the comparison as"),
     ({"callbacks": [Queues()]}, "a checkpoint cannot hold the deque of callback Queues, at 'seen'"),
-    (
-        {"loss": None, "metrics": [torch.nn.L1Loss()], "train_minibatch_fn": lambda model, x, y: x},
-        "leave metrics out",
-    ),
+    ({"metrics": [torch.nn.L1Loss()], **OWN_STEP}, "leave metrics out"),
     ({"feature_cols": []}, "feature_cols is empty"),
     ({"label_cols": None}, "label_cols is empty"),
     ({"label_cols": ["y", "y"]}, "'y' is named twice in label_cols"),
@@ -140,13 +136,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"metrics": [3]}, "metrics must be functions"),
     ({"metrics": 3}, "metrics must be functions"),
     ({"callbacks": [print]}, "callbacks must be instances of spark_elastic.torch.callbacks.Callback"),
-    (
-        {"callbacks": [BatchCounter()]},
-        "callback BatchCounter has on_batch_end, which nothing calls: the hooks are on_fit",
-    ),
+    ({"callbacks": [BatchCounter()]}, "BatchCounter has on_batch_end, which nothing calls: the hooks are"),
     ({"train_minibatch_fn": lambda model, features, labels: 0}, "leave loss out"),
     ({"train_minibatch_fn": 3, "loss": None}, "train_minibatch_fn must be a function"),
     ({"transformation_fn": 3}, "transformation_fn must be a function"),
+    ({"transformation_fn": lambda x, y: x}, "make it a function of"),
     ({"transformation_workers": 2}, "transformation_workers apply transformation_fn, which is missing"),
     ({"transformation_pool": "fork"}, "transformation_pool must be one of 'process', 'thread'"),
     ({"learning_rate": -1}, "learning_rate must be a number of 0 or more"),
@@ -157,26 +151,21 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"row_order": "seed"}, "row_order must be one of 'hash', 'table', or None; got 'seed'"),
     ({"precision": "int8"}, "precision must be one of 'bf16', 'fp16', or None"),
     ({"determinism": "exact"}, "determinism must be 'bitwise', or None"),
-    (
-        {"determinism": "bitwise", "max_workers": 9},
-        "over 8 workers at most, and max_workers is 9: raise virtual_sh",
-    ),
+    ({"determinism": "bitwise", "max_workers": 9}, "8 workers at most, and max_workers is 9: raise virtual_"),
     ({"determinism": "bitwise", "batch_size": 2}, "cannot be cut into virtual_shares=8: raise batch_size"),
     ({"determinism": "bitwise", "gradient_compression": "fp16"}, "leave gradient_compression out"),
     (
         {"determinism": "bitwise", "model": torch.nn.Sequential(net(), torch.nn.SyncBatchNorm(3))},
         "layer '1', SyncBatchNorm, which computes statistics of all workers' rows: use torch.nn.BatchNorm1d",
     ),
+    ({"optimizer": torch.optim.LBFGS}, "optimizer is LBFGS, whose step"),
+    ({"optimizer": lambda p: SharpnessAwareSGD(p, lr=0.1)}, "SharpnessAwareSGD, whose step evaluates the"),
     ({"model": net}, "since model is a function"),
     ({"run_id": "a/b"}, "run_id must be a name without slashes"),
     ({"run_id": "."}, "run_id must be a name without slashes, other than '.'"),  # the folder of all runs
     ({"on_progress": 3}, "on_progress must be a function"),
     ({"config": {"lease": 3}}, "config must be an ElasticConfig; got {'lease'"),
     ({"settings": {"leese": 3}}, "'leese' is no field of ElasticConfig .did you mean 'lease'"),
-    (
-        {"config": ElasticConfig(), "settings": {"leese": 3}},
-        "'leese' is no field of ElasticConfig .did you mean 'lease'",
-    ),
     ({"settings": {"lease": -1.0}}, "lease must be a number of seconds above 0"),
 ]
 
@@ -194,9 +183,7 @@ def test_an_optimizer_has_all_parameters_of_the_model_and_no_others() -> None:
         ask(optimizer=torch.optim.SGD(net().parameters(), lr=0.1))
     model = net()
     part = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(
-        InvalidInput, match=r"lacks 2 of the model's 4 trainable parameters \(2.weight, 2.bias\)"
-    ):
+    with pytest.raises(InvalidInput, match=r"lacks 2 of the model's 4 trainable .* \(2.weight, 2.bias\)"):
         ask(model=model, optimizer=part)
     model[2].requires_grad_(False)  # frozen ones may be left out
     assert ask(model=model, optimizer=part).objects.model is model
@@ -233,9 +220,8 @@ def test_an_optimizer_factory_is_tried_on_a_copy() -> None:
 
 
 def test_single_settings_go_before_the_config() -> None:
-    config = ask(
-        config=ElasticConfig(lease=9.0, failure_budget=2), settings={"lease": 3.0, "ledger": None}
-    ).elastic
+    whole = ElasticConfig(lease=9.0, failure_budget=2)
+    config = ask(config=whole, settings={"lease": 3.0, "ledger": None}).elastic
     assert (config.lease, config.failure_budget, config.ledger) == (3.0, 2, False)
 
 
@@ -295,10 +281,7 @@ def test_a_lightning_module_that_steps_its_optimizer_itself_is_refused() -> None
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (
-            lambda: torch.nn.LazyLinear(1),
-            "layer '0' of the model is lazy, without weights yet: call the model",
-        ),
+        (lambda: torch.nn.LazyLinear(1), "layer '0' of the model is lazy, without weights yet: call the mo"),
         (Computed, "the model cannot be copied .Only Tensors created explicitly"),
         (LinearWithFrozenBias, "layer '0' of the model has a hook on the gradient of bias"),
         (LinearWithLock, "'lock' of layer '0' of the model cannot be pickled"),
@@ -327,23 +310,12 @@ class LinearWithParts(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (
-            LinearWithParts(turn=torch.zeros(2, dtype=torch.complex64, requires_grad=True)),
-            "'0.turn' is torch.complex64",
-        ),
-        (
-            LinearWithParts(edges=torch.eye(3).to_sparse()),
-            "buffer '0.edges' of the model is sparse .torch.sparse_coo.",
-        ),
-        (
-            torch.nn.Embedding(3, 2, sparse=True),
-            "layer '0' of the model has sparse gradients: use sparse=False",
-        ),
+        (LinearWithParts(turn=torch.zeros(2, dtype=torch.complex64, requires_grad=True)), "'0.turn' is tor"),
+        (LinearWithParts(edges=torch.eye(3).to_sparse()), "buffer '0.edges' of the model is sparse"),
+        (torch.nn.Embedding(3, 2, sparse=True), "layer '0' of the model has sparse gradients: use sparse="),
     ],
 )
-def test_tensors_that_cannot_be_exchanged_are_refused_before_any_job(
-    layer: torch.nn.Module, says: str
-) -> None:
+def test_tensors_that_cannot_be_exchanged_are_refused(layer: torch.nn.Module, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         ask(model=torch.nn.Sequential(layer))
 
@@ -357,12 +329,9 @@ def test_nan_is_refused_and_ends_a_training_unless_the_user_wants_it() -> None:
     assert TorchParams().getOrDefault("terminate_on_nan")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [("lr", "learning_rate"), ("batchsize", "batch_size"), ("colective_timeout", "collective_timeout")],
-)
-def test_an_unknown_keyword_is_refused_with_the_nearest_one(wrong: str, right: str) -> None:
-    with pytest.raises(InvalidInput, match=rf"did you mean '{right}'"):
-        TorchParams(**{wrong: 1})
+def test_an_unknown_keyword_is_refused_with_the_nearest_one() -> None:
+    for wrong, right in ("lr", "learning_rate"), ("colective_timeout", "collective_timeout"):
+        with pytest.raises(InvalidInput, match=rf"did you mean '{right}'"):
+            TorchParams(**{wrong: 1})
     with pytest.raises(InvalidInput, match=r"nor a field of ElasticConfig: docs"):
         TorchParams(zzzzzz=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,15 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("pyspark")
-
 from py4j.protocol import Py4JError
 
-import elastic_collectives
 from spark_elastic.clusters.spark import classic
 from spark_elastic.clusters.spark.classic import PACKAGES, ExecutorWatch, SparkLauncher
-from spark_elastic.clusters.spark.host_facts import DESCRIPTION, describe_jobs
+from spark_elastic.clusters.spark.host_facts import DESCRIPTION
 from spark_elastic.errors import InvalidInput, JobCancelled, PreflightError
 from spark_elastic.estimators.dataframes.materialize import _describe_source
 from spark_elastic.estimators.dataframes.store_access import check_store_access
@@ -196,9 +191,7 @@ class Tracker:
         (Tracker(0), r"while the job wants 8 slots and Spark counts 2 cores: free some of them"),
     ],
 )
-def test_a_preflight_ends_at_its_timeout_and_says_what_took_the_time(
-    tracker: Tracker | None, says: str
-) -> None:
+def test_a_preflight_ends_at_its_timeout_and_says_what_took_it(tracker: Tracker | None, says: str) -> None:
     sc: Any = FullCluster(OtherJobs(None))
     if tracker is not None:
         sc._jsc, sc.defaultParallelism = SimpleNamespace(sc=lambda: tracker), 2
@@ -207,15 +200,6 @@ def test_a_preflight_ends_at_its_timeout_and_says_what_took_the_time(
 
 
 # ---- the package, for executors that lack it
-
-
-def test_a_package_is_packed_whole_and_without_caches(tmp_path: Path) -> None:
-    package, archive = Path(elastic_collectives.__file__).parent, tmp_path / "sent.zip"
-    classic.pack(package, archive)
-    files = {str(file.relative_to(package)) for file in package.rglob("*") if file.is_file()}
-    sent = set(zipfile.ZipFile(archive).namelist())
-    assert sent == {name for name in files if "__pycache__" not in name}
-    assert "__init__.py" in sent
 
 
 def test_a_package_that_the_driver_does_not_have_as_files_is_named() -> None:
@@ -262,9 +246,7 @@ def test_two_fits_at_once_send_each_package_once(tmp_path: Path, written: list[s
     assert written == context.added == list(PACKAGES)
 
 
-def test_after_a_failure_packages_that_were_sent_are_not_written_again(
-    tmp_path: Path, written: list[str]
-) -> None:
+def test_after_a_failure_packages_that_were_sent_stay_as_they_are(tmp_path: Path, written: list[str]) -> None:
     context: Any = Context(tmp_path, room=1)
     with pytest.raises(OSError, match="no room"):
         classic.ship(context)
@@ -282,18 +264,6 @@ class Properties(dict[str, Any]):
 
     getLocalProperty = dict.get
     setLocalProperty = dict.__setitem__
-
-
-@pytest.mark.parametrize(("before", "quoted"), [("mine", " (mine)"), (None, "")])
-def test_a_job_s_description_quotes_that_of_the_caller_which_is_restored(
-    before: str | None, quoted: str
-) -> None:
-    sc: Any = Properties({DESCRIPTION: before})
-    with describe_jobs(SimpleNamespace(sparkContext=sc), "writes rows"):  # type: ignore[arg-type]
-        assert sc[DESCRIPTION] == f"spark_elastic writes rows{quoted}"
-    assert sc[DESCRIPTION] == before
-    with describe_jobs(SimpleNamespace(), "without a context"):  # type: ignore[arg-type]
-        pass
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -320,21 +290,6 @@ def test_a_slot_job_leaves_neither_tag_nor_description_to_its_thread(lost: bool)
         launcher.close(1.0)
     assert during == [(1, "spark_elastic RUN slot 3 (mine)")]
     assert (tags, sc[DESCRIPTION]) == (set(), "mine")
-
-
-def test_the_error_of_a_block_in_which_the_session_stops_comes_through() -> None:
-    sc: Any = Properties()
-
-    def stop(*_: object) -> None:
-        raise AttributeError("'NoneType' object has no attribute 'setLocalProperty'")
-
-    def write() -> None:
-        with describe_jobs(SimpleNamespace(sparkContext=sc), "writes rows"):  # type: ignore[arg-type]
-            sc.setLocalProperty = stop
-            raise ValueError("the write ended")
-
-    with pytest.raises(ValueError, match="the write ended"):
-        write()
 
 
 def test_the_store_check_passes_if_the_jvm_denies_access() -> None:

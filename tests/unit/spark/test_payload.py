@@ -12,11 +12,9 @@ from py4j.protocol import Py4JJavaError
 
 from spark_elastic.clusters.spark.payload import (
     INLINE_AT_MOST,
-    ArtifactPayload,
     InlinePayload,
     SplitPayload,
     broadcast,
-    make_payload,
     make_program_payload,
 )
 from spark_elastic.data.store import Store
@@ -36,27 +34,14 @@ class Session:
         self.files.append(Path(path).read_bytes())
 
 
-def test_a_large_payload_is_a_file_of_the_session() -> None:
-    session: Any = Session()
-    assert make_payload(session, b"few").value == b"few"
-    small = make_program_payload(session, FunctionProgram(len, (b"few",), environment={"TOKEN": "t"}))
-    assert isinstance(small, InlinePayload)
-    assert cloudpickle.loads(small.value).environment == {"TOKEN": "t"}
-    assert session.files == []
-    many = bytes(INLINE_AT_MOST + 1)
-    assert isinstance(make_payload(session, many), ArtifactPayload)
-    assert session.files == [many]
-
-
 def test_the_file_of_a_program_holds_neither_environment_nor_store_options() -> None:
     """Others may read it: it lies on the server and on executors until the session ends."""
     session: Any = Session()
     store = Store.open("memory://jobs", token="store-7f3a9c51e0")
     policy, secrets = CheckpointPolicy("run", 1), ("env-7f3a9c51e0", "store-7f3a9c51e0")
     many = bytes(INLINE_AT_MOST + 1)
-    program = FunctionProgram(
-        len, (many,), environment={"TOKEN": secrets[0]}, checkpoint_target=(store, policy)
-    )
+    token = {"TOKEN": secrets[0]}
+    program = FunctionProgram(len, (many,), environment=token, checkpoint_target=(store, policy))
     carrier = make_program_payload(session, program)
     (file,) = session.files
     assert not [secret for secret in secrets if secret.encode() in file]

@@ -13,13 +13,6 @@ import pytest
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import probe as meeting
-from spark_elastic.data.store import Store
-from spark_elastic.testing.fakes import FakeClock
-from tests.memory_store import make_memory_store
-
-pytest.importorskip("pyspark")
-
-
 from spark_elastic.clusters.spark.host_facts import collect_host_facts
 from spark_elastic.clusters.spark.probe import (
     Probe,
@@ -29,8 +22,11 @@ from spark_elastic.clusters.spark.probe import (
     find_unreachable_peer,
     require_report,
 )
-from spark_elastic.errors import InvalidInput, PreflightError, StoreError
+from spark_elastic.data.store import Store
+from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.rendezvous.http_server import Bind, format_address, listen
+from spark_elastic.testing.fakes import FakeClock
+from tests.memory_store import make_memory_store
 
 
 def test_a_probe_dials_the_driver() -> None:
@@ -76,10 +72,8 @@ def test_a_probe_checks_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("spark_elastic.worker.entry.Endpoint", refuse)
     fault = probe.report(0, cloudpickle.dumps(1)).fault
-    assert fault == (
-        f"host {socket.gethostname()}: TLS between workers needs OpenSSL, and there is none: install it on this host, "
-        "or set tls=False."
-    )
+    assert fault is not None
+    assert fault.endswith("needs OpenSSL, and there is none: install it on this host, or set tls=False.")
 
 
 def test_probes_leave_nothing_in_a_store(tmp_path: Path) -> None:
@@ -89,18 +83,6 @@ def test_probes_leave_nothing_in_a_store(tmp_path: Path) -> None:
             pass
         assert len(store.list("probes")) == 1  # another job's
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_store_that_cannot_remove_a_probe_s_objects_does_not_hide_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise StoreError("Cannot delete 'probes/t' in the store.")
-
-    monkeypatch.setattr(Store, "remove_tree", fail)
-    probe = Probe(store=Store.open(tmp_path))
-    with pytest.raises(PreflightError, match="a host is broken"), probe.open():
-        raise PreflightError("a host is broken.")
 
 
 def run_check(store: Store, number: int) -> list[str | None]:
@@ -145,23 +127,10 @@ def test_a_store_that_fails_is_a_fault_and_no_error_of_the_task() -> None:
         return write
 
     store.filesystem.pipe_file = refuse_peers(store.filesystem.pipe_file)
-    fault = (
-        Probe(store=store, token="t", peers=2, reachable_host="127.0.0.1")
-        .report(0, cloudpickle.dumps(1))
-        .fault
-    )
+    probe = Probe(store=store, token="t", peers=2, reachable_host="127.0.0.1")
+    fault = probe.report(0, cloudpickle.dumps(1)).fault
     assert fault is not None
     assert "could not exchange addresses with other executors, so start the job again: Cannot write" in fault
-
-
-def test_an_address_that_cannot_be_deleted_stays() -> None:
-    store = make_memory_store()
-
-    def refuse(path: str) -> None:
-        raise PermissionError("AccessDenied")
-
-    store.filesystem.rm_file = refuse
-    assert run_check(store, 2) == [None, None]
 
 
 def test_a_probe_that_runs_alone_finds_no_fault() -> None:
@@ -180,9 +149,8 @@ def check_host(needs: tuple[str, ...] = ("torch",), **changes: Any) -> str | Non
 
 
 def test_a_report_with_another_version_is_an_error_and_so_is_a_host_that_lacks_the_package() -> None:
-    report = ProbeReport(
-        {**collect_host_facts(), "host": "h1", "numpy": "1.0.0"}, 1, "", "it cannot load the model."
-    )
+    facts = {**collect_host_facts(), "host": "h1", "numpy": "1.0.0"}
+    report = ProbeReport(facts, 1, "", "it cannot load the model.")
     with pytest.raises(PreflightError, match=r"^host h1 has numpy 1\.0\.0, and the driver has "):
         check_reports(Probe(), [report])
     sentence = (
@@ -191,10 +159,6 @@ def test_a_report_with_another_version_is_an_error_and_so_is_a_host_that_lacks_t
     )
     with pytest.raises(PreflightError, match=sentence):
         require_report(("h1", "No module", "/bin/p"))
-
-
-def test_a_host_with_the_drivers_versions_is_admitted() -> None:
-    assert Probe(needs=("torch",)).make_host_check()(collect_host_facts()) is None
 
 
 @pytest.mark.parametrize(

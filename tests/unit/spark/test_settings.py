@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
-
-pytest.importorskip("pyspark")
-
 from spark_elastic.clusters.spark import settings
 from spark_elastic.clusters.spark.settings import (
     EXECUTOR_GPUS,
@@ -25,6 +21,7 @@ from spark_elastic.clusters.spark.settings import (
     read_executor_memory,
     warn_about_settings,
 )
+from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
 
 ENCRYPTED, YARN = {"spark.network.crypto.enabled": "true"}, {"spark.master": "yarn"}
 STANDALONE = {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}
@@ -136,13 +133,12 @@ def test_shared_memory_counts_once_and_a_spare_counts_separately(tmp_path: Path)
         assert f"the 2 workers of an executor and their spares take {taken} by now" in str(said)
 
 
+NONE = str(2**63 - 4096)  # as the kernel says it
+
+
 @pytest.mark.parametrize(
     ("file", "text", "limit"),
-    [
-        ("memory.max", "max", None),
-        ("memory.max", str(G), G),
-        ("memory/memory.limit_in_bytes", str(2**63 - 4096), None),
-    ],
+    [("memory.max", "max", None), ("memory.max", str(G), G), ("memory/memory.limit_in_bytes", NONE, None)],
 )
 def test_limits_of_containers_are_read(tmp_path: Path, file: str, text: str, limit: int | None) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -194,9 +190,7 @@ def test_a_cluster_without_resource_profiles_is_logged_with_its_reason(
     monkeypatch.setattr(settings, "TaskResourceRequests", Requests)
 
     def refuse(profile: Any) -> None:
-        raise RuntimeError(
-            "An error occurred\nSparkException: TaskResourceProfiles are only supported for X."
-        )
+        raise RuntimeError("An error occurred\nSparkException: TaskResourceProfiles are only supported.")
 
     conf = {EXECUTOR_GPUS: "1", "spark.task.cpus": "2"}
     assert make_slot_profile(conf, refuse) is None

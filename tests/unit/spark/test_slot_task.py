@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pyspark")
-
 import spark_elastic
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import host_facts as session
@@ -109,9 +107,7 @@ def test_without_a_way_to_the_driver_the_executors_address_counts_before_a_loopb
     assert session.find_own_address(towards, tmp_path) == "10.0.0.5"
 
 
-def test_a_slot_registers_under_the_address_that_other_machines_reach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slot_registers_under_the_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[SlotIdentity] = []
 
     def make_agent(spec: SlotSpec, identity: SlotIdentity, *rest: object) -> Any:
@@ -172,9 +168,7 @@ STOPPED = SlotOutcome("the SparkContext was stopped", cancelled=True)
         ("java.lang.IllegalStateException: Cannot call methods on a stopped SparkContext.", STOPPED),
     ],
 )
-def test_a_stopped_context_counts_as_a_cancel_and_a_task_that_raised_does_not(
-    text: str, outcome: SlotOutcome
-) -> None:
+def test_a_stopped_context_counts_as_a_cancel_and_a_raise_does_not(text: str, outcome: SlotOutcome) -> None:
     assert classify_error(text) == outcome
 
 

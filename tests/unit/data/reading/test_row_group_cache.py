@@ -59,9 +59,7 @@ def cache() -> Cache:
         ("fetch 0 1, release all, prefetch 1, fetch 2 3 1", [0, 1, 2, 3]),
     ],
 )
-def test_row_groups_are_dropped_in_the_order_of_their_use(
-    cache: Cache, calls: str, decoded: list[int]
-) -> None:
+def test_row_groups_are_dropped_in_the_order_of_use(cache: Cache, calls: str, decoded: list[int]) -> None:
     for call in calls.split(", "):
         what, *groups = call.split()
         for group in groups:
@@ -177,9 +175,7 @@ def machine(root: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_the_smallest_limit_decides_the_available_memory(
-    tmp_path: Path, files: dict[str, str], expected: Any
-) -> None:
+def test_the_smallest_limit_of_memory_decides(tmp_path: Path, files: dict[str, str], expected: Any) -> None:
     assert measure_available_memory(machine(tmp_path, files)) == expected
 
 
@@ -218,9 +214,7 @@ def test_row_groups_that_fit_in_memory_are_read_once(caplog: Any) -> None:
 def test_the_cache_ends_where_a_quarter_of_the_memory_is_left(caplog: Any) -> None:
     assert read_twice(320 * MB) == (20 + 20 - 7, 7)
     (line,) = caplog.messages
-    assert (
-        line == "not all rows fit into memory: 224 MB of decoded rows are kept, since 64 of 320 MB are left"
-    )
+    assert line.endswith("memory: 224 MB of decoded rows are kept, since 64 of 320 MB are left")
 
 
 def test_a_fixed_cache_size_does_not_measure_memory() -> None:

@@ -1,18 +1,39 @@
-"""What is said of a table while it is written."""
+"""What is said of a table before it is written, and while it is; the names that Spark has for a store."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import types
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DateType,
+    DecimalType,
+    FloatType,
+    LongType,
+    StringType,
+    StructType,
+)
 
 from spark_elastic.data.store import Store, StoreFull
-from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.dataframes import materialize
+from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.dataframes.materialize import WriteOptions, _Target, warn_about_small_partitions
+from spark_elastic.estimators.dataframes.schema import (
+    ColumnType,
+    check_columns,
+    check_validation_column,
+    find_column_type,
+)
+from spark_elastic.estimators.dataframes.store_access import to_spark_url
+from spark_elastic.training.fit_config import DataConfig
+from tests.fit_configs import make_config
 
 
 @pytest.mark.parametrize(
@@ -31,6 +52,9 @@ def test_many_small_partitions_are_logged(
     assert [message.partition(", and Spark")[0] for message in caplog.messages] == says
 
 
+OF_PYTHON = "org.apache.spark.api.python.PythonException: Traceback:\n"
+
+
 @pytest.mark.parametrize(
     ("causes", "raises", "says"),
     [
@@ -43,28 +67,20 @@ def test_many_small_partitions_are_logged(
         ("java.io.IOException: Disk quota exceeded", StoreFull, "Disk quota exceeded"),
         # Of tasks in Python.
         (
-            "org.apache.spark.api.python.PythonException: Traceback:\n"
-            "spark_elastic.data.store.StoreFull: Cannot write 'data/a' (No space left on device).",
+            f"{OF_PYTHON}spark_elastic.data.store.StoreFull: Cannot write 'data/a' (No space left on device).",
             StoreFull,
             r"\(Cannot write 'data/a' \(No space left on device\)\): make room",
         ),
         (
-            "org.apache.spark.api.python.PythonException: Traceback:\n"
-            "ModuleNotFoundError: No module named 'spark_elastic'",
+            f"{OF_PYTHON}ModuleNotFoundError: No module named 'spark_elastic'",
             InvalidInput,
             "install it there, or write them with row_order='table'",
         ),
         # A Python function of the user ended.
-        (
-            "org.apache.spark.api.python.PythonException: Traceback:\nOSError: No space left on device",
-            ValueError,
-            "^An error",
-        ),
+        (f"{OF_PYTHON}OSError: No space left on device", ValueError, "^An error"),
     ],
 )
-def test_spark_s_failure_for_lack_of_room_is_one_sentence(
-    causes: str, raises: type[Exception], says: str
-) -> None:
+def test_sparks_lack_of_room_is_one_sentence(causes: str, raises: type[Exception], says: str) -> None:
     rows: Any = MagicMock()
     rows.sparkSession.version = "4.0.0"
     writer = rows.write.options.return_value.mode.return_value
@@ -74,19 +90,113 @@ def test_spark_s_failure_for_lack_of_room_is_one_sentence(
         target.write(rows, None)
 
 
-def test_a_store_that_cannot_remove_what_was_written_does_not_hide_the_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise StoreError("Cannot delete 'data' in the store.")
+# ---- columns, judged from the schema alone
 
-    def write(*_: object) -> None:
-        raise InvalidInput("The column 'x' has NaN.")
 
-    monkeypatch.setattr(Store, "remove_tree", fail)
-    monkeypatch.setattr(materialize, "_write", write)
-    monkeypatch.setattr(materialize, "describe_jobs", lambda *_: nullcontext())
-    target = _Target(Store.open("memory://rows"), "data", "", WriteOptions())
-    with pytest.raises(InvalidInput, match="has NaN"):
-        materialize._write_and_publish(MagicMock(), {}, target, [])
-    assert caplog.messages == ["Cannot delete 'data' in the store. Remove it by hand."]
+SCHEMA = (
+    StructType()
+    .add("x", ArrayType(ArrayType(FloatType())))
+    .add("v", VectorUDT())
+    .add("y", LongType())
+    .add("name", StringType())
+    .add("price", DecimalType(10, 2))
+    .add("image", BinaryType())
+    .add("day", DateType())
+    .add("tags", ArrayType(StringType()))
+    .add("held_out", BooleanType())
+)
+
+
+def ask(features: list[str], labels: list[str], weight: str | None = None) -> DataConfig:
+    return make_config(feature_cols=features, label_cols=labels, sample_weight_col=weight).data
+
+
+def test_a_transformation_accepts_columns_of_other_types() -> None:
+    check_columns(SCHEMA, ask(["image", "day", "name", "tags"], ["y"]), transformed=True)
+    assert find_column_type(SCHEMA, "day", transformed=True).dtype == "datetime64[D]"
+    assert find_column_type(SCHEMA, "tags", transformed=True) == ColumnType("object", 1)
+    with pytest.raises(InvalidInput, match=r"weight column 'day'.*one number"):
+        check_columns(SCHEMA, ask(["x"], ["y"], "day"), transformed=True)
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "weight", "says"),
+    [
+        (["z"], ["y"], None, r"no feature column 'z': the DataFrame has the columns \['x', 'v', 'y'"),
+        (["x"], ["label"], None, "no label column 'label'"),
+        (["x"], ["y"], "w", "no sample weight column 'w'"),
+        (["x"], ["y"], "v", "sample weight column 'v' is vector: it must be one number"),
+        (["name"], ["y"], None, "feature column 'name' is string.*StringIndexer"),
+        (["tags"], ["y"], None, "feature column 'tags' is array<string>.*StringIndexer"),
+        (["image"], ["y"], None, "'image' is binary.*a transformation_fn that decodes it"),
+        (["day"], ["y"], None, "'day' is date.*unix_timestamp"),
+    ],
+)
+def test_bad_columns_are_named(features: list[str], labels: list[str], weight: str | None, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        check_columns(SCHEMA, ask(features, labels, weight))
+
+
+@pytest.mark.parametrize("name", ["held_out", "y", "price"])
+def test_a_validation_column_is_of_bools_or_numbers(name: str) -> None:
+    check_validation_column(SCHEMA, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("name", "validation column 'name' is string: it must be true, or a number above 0, in the rows to"),
+        ("v", "validation column 'v' is vector"),
+        ("day", "validation column 'day' is date"),
+        ("z", r"There is no validation column 'z': the DataFrame has the columns"),
+    ],
+)
+def test_a_validation_column_of_another_type_is_refused(name: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        check_validation_column(SCHEMA, name)
+
+
+def test_an_unknown_column_of_a_wide_table_gets_the_nearest_names() -> None:
+    names = ["price", *(f"c{number}" for number in range(300))]
+    schema = types.StructType([types.StructField(name, types.DoubleType()) for name in names])
+    with pytest.raises(InvalidInput) as error:
+        check_columns(schema, ask(["prices"], ["c1"]))
+    assert str(error.value) == (
+        "There is no feature column 'prices': the DataFrame has 301 columns, of which the nearest are ['price']."
+    )
+
+
+# ---- stores by the names that Spark has for them
+
+
+@pytest.mark.parametrize(
+    ("given", "python", "spark"),
+    [
+        ("/mnt/jobs", "file:///mnt/jobs/a", "file:///mnt/jobs/a"),
+        ("/dbfs/jobs", "file:///dbfs/jobs/a", "dbfs:/jobs/a"),
+        ("dbfs:/jobs", "file:///dbfs/jobs/a", "dbfs:/jobs/a"),
+        (
+            "/Volumes/main/default/v/jobs",
+            "file:///Volumes/main/default/v/jobs/a",
+            "/Volumes/main/default/v/jobs/a",
+        ),
+        ("dbfs:/Volumes/main/default/v", "file:///Volumes/main/default/v/a", "/Volumes/main/default/v/a"),
+        ("memory://jobs", "memory://jobs/a", "memory://jobs/a"),
+    ],
+)
+def test_spark_and_the_store_name_an_object_alike(given: str, python: str, spark: str) -> None:
+    store = Store.open(given)
+    assert (store.join("a"), to_spark_url(store, "a")) == (python, spark)
+
+
+@pytest.mark.parametrize(
+    ("url", "spark"),
+    [
+        ("az://jobs/mine", "abfss://jobs@acme.dfs.core.windows.net/mine/a"),
+        ("abfs://jobs", "abfss://jobs@acme.dfs.core.windows.net/a"),
+        ("abfss://jobs@other.dfs.core.windows.net/x", "abfss://jobs@other.dfs.core.windows.net/x/a"),
+    ],
+)
+def test_an_azure_container_is_named_for_spark_with_the_account_of_the_options(url: str, spark: str) -> None:
+    filesystem: Any = SimpleNamespace(account_name="acme", protocol="abfs")
+    assert to_spark_url(Store(url, filesystem, "jobs"), "a") == spark
