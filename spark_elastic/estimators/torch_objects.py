@@ -54,6 +54,7 @@ from spark_elastic.training.torch.metrics import Metrics, is_accumulator, name_m
 from spark_elastic.training.torch.spec import (
     TorchUserObjects,
     build_optimizer,
+    check_steps_alone,
     make_batch_builder,
 )
 from spark_elastic.training.torch.state import check_storable
@@ -355,6 +356,7 @@ def _find_watched_metrics(
     """The numbers that callbacks watch. Also checks that checkpoints can hold the state of all arguments."""
     watched = []
     check_storable(optimizer.state_dict(), type(optimizer).__name__)
+    check_steps_alone(optimizer)
     for callback in (*schedules, *callbacks):
         tried = callback
         if isinstance(callback, LearningRateSchedule):

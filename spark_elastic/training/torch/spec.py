@@ -214,6 +214,18 @@ def build_optimizer(
     return given, schedules
 
 
+def check_steps_alone(optimizer: Optimizer) -> None:
+    """Raises InvalidInput: a step of this optimizer, of a trial and without gradients, needs a closure, as LBFGS's."""
+    try:
+        optimizer.step()
+    except Exception as error:  # it may fail for lack of what only a training has
+        if "closure" in str(error):
+            raise InvalidInput(
+                f"optimizer is {type(optimizer).__name__}, whose step evaluates the loss several times (a closure): a "
+                "step here has one forward and one backward pass, so use an optimizer whose step() needs no closure."
+            ) from None
+
+
 def _set_rate(optimizer: Optimizer, rate: float) -> None:
     """Set the rate of all groups; a schedule made before starts from it, and keeps its first factor."""
     for group in optimizer.param_groups:
