@@ -92,7 +92,7 @@ def test_p2_fits_of_a_dataframe_and_of_its_rows_agree_take_the_steps_of_a_loop_a
         (lambda: Rows.from_dataframe(df), "store is missing"),
         (
             lambda: Rows.from_dataframe(df, tmp_path, materialize="never"),
-            "takes rows of files that exist, .* and here its plan has",
+            "takes rows of files that exist, .* and here NaN is looked for",
         ),
         (lambda: Rows.from_dataframe(df, tmp_path, columns=["z"]), "columns names 'z'"),
         (lambda: estimator(tmp_path, feature_cols=["v"]).fit(rows), "no column 'v'"),
