@@ -145,7 +145,7 @@ class JobMonitor:
         tell = self.notifier.submit
         self.history = JobHistory(clock, lambda change: tell(lambda: listener.on_message(str(change))))
         self._observers = (self.history, *observers)
-        self._failed: set[JobListener] = set()  # which have failed when they were called last
+        self._failed: set[int] = set()  # ids of those that have failed when they were called last
 
     def on_transition(self, event: DriverEvent, commands: Commands, state: DriverState | None) -> None:
         """Called on the driver's thread, before the commands are executed."""
@@ -209,8 +209,8 @@ class JobMonitor:
         """Log the first of a row of failures: with a full disk each line fails."""
         try:
             call(listener)
-            self._failed.discard(listener)
+            self._failed.discard(id(listener))
         except Exception:
-            if listener not in self._failed:
+            if id(listener) not in self._failed:
                 log.exception("%s failed", type(listener).__name__)
-            self._failed.add(listener)
+            self._failed.add(id(listener))

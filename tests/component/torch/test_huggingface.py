@@ -24,6 +24,7 @@ def make_arguments(folder: Any, **given: Any) -> Any:
     import transformers
 
     quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
+    quiet["dataloader_pin_memory"] = False
     # A worker without a GPU needs no `use_cpu`.
     given = {"use_cpu": torch.cuda.is_available(), **quiet, **given}
     return transformers.TrainingArguments(str(folder), **given)
@@ -151,10 +152,6 @@ def train_classifier(folder: str, takes_all: bool, own_loss: bool, compares: boo
 
 
 CASES = [(True, False, False), (True, True, False), (False, True, False), (True, True, True)]
-
-
-def train_one_after_another(folder: str) -> tuple[list[float], list[dict[str, Any]]]:
-    return train_by_accelerate(3), [train_classifier(folder, *case) for case in CASES]
 
 
 def _train(
@@ -306,14 +303,16 @@ def test_p2_a_training_that_a_callback_has_ended_does_not_go_on_in_the_next_worl
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.faults)])
 def test_p2_p4_a_loss_of_a_ranks_rows_becomes_that_of_all_rows(size: int, tmp_path: Path) -> None:
     """In Accelerate alone, and in the Trainer."""
-    folder, sizes = str(tmp_path), {"room": size, "num_workers": size, "max_workers": size}
-    run = Run(train_one_after_another, (folder,), **sizes)
-    results = run.results() if size > 1 else [train_one_after_another(folder)]
+
+    def train(function: Any, *arguments: Any) -> list[Any]:
+        run = Run(function, arguments, room=size, num_workers=size, max_workers=size)
+        return run.results() if size > 1 else [function(*arguments)]
+
     accelerated = train_by_accelerate(3)
-    assert all(weights == pytest.approx(accelerated, rel=1e-9) for weights, _ in results)
-    for number, (*_, compares) in enumerate(CASES):
-        expected = train_classifier(folder, False, compares, compares)
-        for result in (of_rank[number] for _, of_rank in results):
+    assert all(weights == pytest.approx(accelerated, rel=1e-9) for weights in train(train_by_accelerate, 3))
+    for *own, compares in CASES:
+        expected = train_classifier(str(tmp_path), False, compares, compares)
+        for result in train(train_classifier, str(tmp_path), *own, compares):
             assert result["weights"] == pytest.approx(expected["weights"], rel=1e-9)
             assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
             # The Trainer evaluates the first rows twice where they do not divide evenly.
