@@ -40,10 +40,10 @@ from tests.component.torch.job import (
     check_every_row_once,
     difference,
     make_data,
+    make_job,
     train_elastic,
     train_plain,
 )
-from tests.component.torch.resumed_job import make_job
 from tests.leaks import SessionOwned
 from tests.patience import until
 
