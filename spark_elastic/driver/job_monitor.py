@@ -151,12 +151,12 @@ class JobMonitor:
         """Called on the driver's thread, before the commands are executed."""
         if state is not None and state.lacks_slots != self._lacks_slots:
             self._lacks_slots = state.lacks_slots
-            self._tell_scheduler(lambda scheduler: scheduler.report_shortage(state.lacks_slots))
+            self._notify_scheduler(lambda scheduler: scheduler.report_shortage(state.lacks_slots))
         self._observe(lambda observer: observer.on_transition(event, commands, state))
         for command in commands:
             match command:
                 case PublishWorld(reason, world):
-                    self._tell_scheduler(lambda scheduler: scheduler.finish_gathering())
+                    self._notify_scheduler(lambda scheduler: scheduler.finish_gathering())
                     self._ranks = {member.worker: member.rank for member in world.members}
                     self._announce(reason, partial(self._listener.on_world, world.size))
                 case AbortWorld(reason):
@@ -193,7 +193,7 @@ class JobMonitor:
         log.info("%s", text, extra=ANNOUNCED)
         self.notifier.submit(partial(hook, text))
 
-    def _tell_scheduler(self, call: Callable[[GangScheduler], None]) -> None:
+    def _notify_scheduler(self, call: Callable[[GangScheduler], None]) -> None:
         try:
             if self._scheduler is not None:
                 call(self._scheduler)

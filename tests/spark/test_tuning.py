@@ -111,7 +111,7 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (guess == label).double().mean()
 
 
-def test_a_fit_with_several_losses_validation_metrics_and_callbacks_tells_what_transform_shows(
+def test_a_fit_with_several_losses_validation_metrics_and_callbacks_agrees_with_transform(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     torch.manual_seed(2)

@@ -108,7 +108,7 @@ FORGED = f"{auth.REPLY_HEADER}: {'0' * 64}\r\ncontent-length: {len(SESSION)}\r\n
     ],
     ids=["a wrong port", "an answer that would take all memory", "a reply signed without the key"],
 )
-def test_whoever_else_answers_at_the_drivers_address_is_refused(
+def test_another_server_at_the_drivers_address_is_refused(
     said: str, error: type[Exception], why: str, deaf: socket.socket
 ) -> None:
     def answer() -> None:

@@ -45,7 +45,9 @@ def test_a_trainer_that_cannot_be_elastic_is_refused(
         ElasticTrainer(torch.nn.Linear(2, 1), args, global_batch_size=2, **options).train(**call)
 
 
-def test_a_loss_that_compares_is_told_or_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_that_compares_rows_warns_or_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from spark_elastic.integrations.huggingface import ElasticTrainer
 
     def prepare(names: tuple[str, ...], **attributes: Any) -> Any:
@@ -138,7 +140,9 @@ def test_a_sampler_that_is_not_elastic_is_named(load: Any, name: str, below: boo
         trainer.train()
 
 
-def test_rows_that_a_batch_sampler_puts_behind_its_length_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_that_a_batch_sampler_puts_behind_its_length_are_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from spark_elastic.integrations.huggingface_loader import make_elastic_loader
 
     class Longer(Pairs):

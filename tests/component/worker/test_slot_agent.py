@@ -281,7 +281,7 @@ def test_all_output_of_a_worker_arrives_whatever_its_amount(driver: Driver) -> N
     assert told == "x" * MUCH + "y" * 10_000_000 + "the end"
 
 
-def say_goodbye_slowly() -> None:
+def exit_slowly() -> None:
     atexit.register(print, "goodbye")
     atexit.register(time.sleep, 0.5)
     announce()
@@ -293,7 +293,7 @@ def test_the_last_lines_of_a_stopped_worker_arrive(driver: Driver) -> None:
         driver.logs.get(timeout=20.0)
         driver.server.stop_worker(worker, "the job is over", False)
 
-    serve(driver, say_goodbye_slowly, play, spare_after=60.0, end="the job is over")
+    serve(driver, exit_slowly, play, spare_after=60.0, end="the job is over")
     assert driver.logs.get(timeout=20.0).lines == ("goodbye",)
 
 

@@ -124,7 +124,7 @@ def test_a_rank_0_that_cannot_write_the_timeline_of_the_environment_trains_witho
     assert caplog.text.count("cannot be written") == 2
 
 
-def test_a_timeline_goes_on_with_its_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_timeline_continues_with_its_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In the same process, and in another one, the first of which was killed."""
     path, driver = tmp_path / "trace.json", make_driver()
     path.write_text('[{"name": "of an older job", "ph": "i"},\n{}]\n')

@@ -112,7 +112,7 @@ def write_into_file(file: Path) -> None:
         (write_into_file, "spark_elastic.errors.StoreError: Cannot write 'model.pt' in the store file:///"),
     ],
 )
-def test_sentences_are_told_without_frames(
+def test_sentences_are_shown_without_frames(
     fail: Callable[[Path], None], sentence: str, tmp_path: Path
 ) -> None:
     text = format_raised(lambda: fail(tmp_path / "file"))

@@ -148,7 +148,7 @@ def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, ob
         ({"host": "9"}, None),  # Spark decommissions executors that this job has no slot on
     ],
 )
-def test_the_user_is_told_of_a_drain_that_is_not_done(order: dict[str, object], said: str | None) -> None:
+def test_a_drain_that_is_not_done_is_reported(order: dict[str, object], said: str | None) -> None:
     bench = Bench.running(1, 2, 3, 4, min_workers=4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=said is not None, **order))  # type: ignore[arg-type]
     reasons = [each.reason for each in bench.find_commands(NotifyUser)]
