@@ -29,7 +29,7 @@ import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.parts.report import machine  # noqa: E402
+from benchmarks.parts.report import find_commit, machine  # noqa: E402
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.monitoring.report import WorldChange, WorldChangeKind  # noqa: E402
 from spark_elastic.testing import ClusterFaults, InjectedFault  # noqa: E402
@@ -122,7 +122,7 @@ def fit(df: Any, store: str, callbacks: list[Callback]) -> Any:
         min_workers=1,
         store=store,
         keep_data=True,
-        checkpoint_seconds=15.0,  # what the loss of all may cost
+        checkpoint_seconds=5.0,  # what the loss of all may cost; less than a fit takes
         failure_budget=100_000,
         journal=f"{store}.journal",
         callbacks=callbacks,
@@ -216,6 +216,7 @@ def judge(fits: list[dict[str, Any]], attacker: Attacker, calm: float) -> dict[s
     return {
         "name": "soak_hour",
         "machine": machine(),
+        "commit": find_commit(),
         "held": held and bounded,
         "rows": [
             {"case": case, "ours": ours, "peer": None, "unit": "", "ratio": None}
