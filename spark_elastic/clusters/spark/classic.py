@@ -12,7 +12,9 @@ import secrets
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +28,14 @@ from spark_elastic.clock import Clock
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, mark_jobs
 from spark_elastic.clusters.spark.payload import Payload, broadcast, destroy
 from spark_elastic.clusters.spark.platform import JobSpec, MakeTask, SparkPlatform
-from spark_elastic.clusters.spark.probe import Probe, Task, await_probes, check_reports, require_report
+from spark_elastic.clusters.spark.probe import (
+    LOOK_EVERY,
+    Probe,
+    Task,
+    await_probes,
+    check_reports,
+    require_report,
+)
 from spark_elastic.clusters.spark.settings import CLASSIC_PYTHON
 from spark_elastic.clusters.spark.slot_task import CONTEXT_STOPPED, classify_error
 from spark_elastic.config import ElasticConfig
@@ -65,6 +74,44 @@ class ClassicPlatform(SparkPlatform):
 
     def count_workers(self, asked: int | None) -> int:
         return self._sc.defaultParallelism if asked is None else asked
+
+    @contextmanager
+    def preflight_beside(self, *arguments: Any) -> Iterator[Callable[[], None]]:
+        """In a thread. Where one fails, the jobs of the other are cancelled; the preflight's error counts first."""
+        sc, tag = self._sc, f"spark_elastic-prepare-{secrets.token_hex(4)}"
+        checked: Future[object] = Future()
+        over = threading.Event()
+
+        def check() -> None:
+            try:
+                checked.set_result(self.preflight(*arguments))
+            except BaseException as error:
+                checked.set_exception(error)
+                while not over.wait(LOOK_EVERY):  # the block's next job may not have begun
+                    sc.cancelJobsWithTag(tag)
+
+        def wait() -> None:
+            checked.result()
+            sc.removeJobTag(tag)  # what follows is not the preparation
+
+        sc.addJobTag(tag)  # of the thread's jobs, too
+        context = copy_context()  # the job's listener is told of phases
+        thread = InheritableThread(target=lambda: context.run(check), name="spark-elastic-hosts", daemon=True)
+        thread.start()
+        try:
+            yield wait
+        except BaseException:
+            refused = checked.exception() if checked.done() else None
+            if refused is not None:
+                raise refused from None
+            raise
+        finally:
+            over.set()
+            with suppress(Exception):  # of a stopped SparkContext: what the block raised says more
+                if not checked.done():
+                    sc.cancelJobsWithTag(tag)
+                sc.removeJobTag(tag)
+            thread.join(END_WAIT)
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
         bar: ProgressBar = vars(self._sc).setdefault("_spark_elastic_progress_bar", ProgressBar(self._sc))
