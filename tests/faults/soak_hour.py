@@ -217,6 +217,7 @@ def judge(fits: list[dict[str, Any]], attacker: Attacker, calm: float) -> dict[s
         "name": "soak_hour",
         "machine": machine(),
         "commit": find_commit(),
+        "date": time.strftime("%Y-%m-%d"),
         "held": held and bounded,
         "rows": [
             {"case": case, "ours": ours, "peer": None, "unit": "", "ratio": None}
