@@ -22,8 +22,6 @@ _EXPORTS = {
 _MODULES = ("callbacks", "elastic")
 
 if TYPE_CHECKING:
-    from spark_elastic.horovod.keras import callbacks as callbacks
-    from spark_elastic.horovod.keras import elastic as elastic
     from spark_elastic.horovod.keras.optimizer import DistributedOptimizer as DistributedOptimizer
     from spark_elastic.horovod.keras.optimizer import (
         PartialDistributedOptimizer as PartialDistributedOptimizer,
@@ -38,6 +36,8 @@ if TYPE_CHECKING:
     from spark_elastic.horovod.ops.horovod_names import *
     from spark_elastic.horovod.ops.operations import allgather_object as allgather_object
     from spark_elastic.horovod.ops.operations import broadcast_object as broadcast_object
+    from spark_elastic.keras import callbacks as callbacks
+    from spark_elastic.keras import elastic as elastic
 
 
 def __getattr__(name: str) -> object:

@@ -26,10 +26,9 @@ from spark_elastic.gradients.process_sets import (
     reset_process_sets,
     size,
 )
-from spark_elastic.gradients.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from spark_elastic.gradients.reduction import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.gradients.timeline import start_timeline, stop_timeline
 from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt
-from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import barrier
 from spark_elastic.worker.context import get_process_context
 
