@@ -21,15 +21,6 @@ from spark_elastic.horovod.keras.callbacks import (
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 
-__all__ = [
-    "CommitStateCallback",
-    "HostUpdateResult",
-    "KerasState",
-    "ObjectState",
-    "State",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "WorkerNotificationManager",
-    "notification_manager",
-    "run",
-]
+__all__ = ["HostUpdateResult", "WorkerNotificationManager", "notification_manager", "run"]
+__all__ += ["KerasState", "ObjectState", "State"]
+__all__ += ["CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"]

@@ -12,13 +12,5 @@ from spark_elastic.handwritten.object_state import ObjectState, State, TensorFlo
 from spark_elastic.protocol.types import HostUpdateResult
 from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 
-__all__ = [
-    "HostUpdateResult",
-    "ObjectState",
-    "State",
-    "TensorFlowKerasState",
-    "TensorFlowState",
-    "WorkerNotificationManager",
-    "notification_manager",
-    "run",
-]
+__all__ = ["HostUpdateResult", "WorkerNotificationManager", "notification_manager", "run"]
+__all__ += ["ObjectState", "State", "TensorFlowKerasState", "TensorFlowState"]

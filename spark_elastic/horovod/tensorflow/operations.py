@@ -35,28 +35,17 @@ from spark_elastic.runs.handlers import unwrap_variable
 
 T = TypeVar("T")
 
-__all__ = [
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "alltoall",
+__all__ = ["allgather", "allgather_object", "allreduce", "alltoall", "join", "reducescatter"]
+__all__ += ["grouped_allgather", "grouped_allreduce", "grouped_reducescatter"]
+__all__ += [
     "broadcast",
     "broadcast_",
     "broadcast_global_variables",
     "broadcast_object",
     "broadcast_object_fn",
-    "broadcast_variables",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "join",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "rank_op",
-    "reducescatter",
-    "size_op",
 ]
+__all__ += ["broadcast_variables"]
+__all__ += ["local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
 
 
 @no_autograph

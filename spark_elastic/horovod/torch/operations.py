@@ -35,37 +35,14 @@ from spark_elastic.horovod.ops.operation_queue import Operation
 from spark_elastic.horovod.ops.operations import broadcast_object, compress_tensors, get_queue
 from spark_elastic.horovod.torch.gradient_sync import get_optimizers_in_use
 
-__all__ = [
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "gather_rows",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "join",
-    "poll",
-    "reducescatter",
-    "reducescatter_async",
-    "sparse_allreduce_async",
-    "synchronize",
-]
+__all__ = ["gather_rows", "join", "poll", "synchronize"]
+__all__ += ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "sparse_allreduce_async"]
+__all__ += ["grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"]
+__all__ += ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
+__all__ += ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
+__all__ += ["broadcast_optimizer_state", "broadcast_parameters"]
+__all__ += ["alltoall", "alltoall_async", "reducescatter", "reducescatter_async"]
+__all__ += ["grouped_reducescatter", "grouped_reducescatter_async"]
 
 Tensors: TypeAlias = Sequence[Tensor]
 Splits: TypeAlias = Tensor | Sequence[int] | None  # rows for each rank
