@@ -20,8 +20,13 @@ import torch.distributed as dist
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.handwritten.object_state import PLAIN, ObjectState, State
-from spark_elastic.handwritten.session import WorkerSession, make_commit_position
+from spark_elastic.handwritten.object_state import (
+    PLAIN,
+    ObjectState,
+    State,
+    WorkerSession,
+    make_commit_position,
+)
 from spark_elastic.handwritten.sharded_commits import (
     FROM_CHECKPOINT,
     LAYOUT,
