@@ -28,14 +28,7 @@ from spark_elastic.clock import Clock
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, mark_jobs
 from spark_elastic.clusters.spark.payload import Payload, broadcast, destroy
 from spark_elastic.clusters.spark.platform import JobSpec, MakeTask, SparkPlatform
-from spark_elastic.clusters.spark.probe import (
-    LOOK_EVERY,
-    Probe,
-    Task,
-    await_probes,
-    check_reports,
-    require_report,
-)
+from spark_elastic.clusters.spark.probe import Probe, Task, await_probes, check_reports, require_report
 from spark_elastic.clusters.spark.settings import CLASSIC_PYTHON
 from spark_elastic.clusters.spark.slot_task import CONTEXT_STOPPED, classify_error
 from spark_elastic.config import ElasticConfig
@@ -87,8 +80,9 @@ class ClassicPlatform(SparkPlatform):
                 checked.set_result(self.preflight(*arguments))
             except BaseException as error:
                 checked.set_exception(error)
-                while not over.wait(LOOK_EVERY):  # the block's next job may not have begun
-                    sc.cancelJobsWithTag(tag)
+                with suppress(Py4JError, OSError):  # the SparkContext has ended, and its jobs with it
+                    while not over.wait(POLL_EVERY):  # the block's next job may not have begun
+                        sc.cancelJobsWithTag(tag)
 
         def wait() -> None:
             checked.result()
@@ -101,16 +95,15 @@ class ClassicPlatform(SparkPlatform):
         try:
             yield wait
         except BaseException:
-            refused = checked.exception() if checked.done() else None
-            if refused is not None:
-                raise refused from None
+            if checked.done() and (refused := checked.exception()) is not None:
+                raise refused from refused.__cause__
             raise
         finally:
             over.set()
             with suppress(Exception):  # of a stopped SparkContext: what the block raised says more
+                sc.removeJobTag(tag)
                 if not checked.done():
                     sc.cancelJobsWithTag(tag)
-                sc.removeJobTag(tag)
             thread.join(END_WAIT)
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
