@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from elastic_collectives import CollectiveError, MismatchError
 from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, State
-from spark_elastic.handwritten.session import WorkerSession, get_session
+from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt, State, WorkerSession, get_session
 from spark_elastic.protocol.types import START, WorldView
 from spark_elastic.runs.kept_commits import COMMIT_KEEPER, CommitKeeper
 from spark_elastic.worker.session import ENTERED, STATE

@@ -26,8 +26,13 @@ from spark_elastic.gradients.module_state import (
     map_leaves,
     view_bytes,
 )
-from spark_elastic.handwritten.object_state import PLAIN, ObjectState, State
-from spark_elastic.handwritten.session import WorkerSession, make_commit_position
+from spark_elastic.handwritten.object_state import (
+    PLAIN,
+    ObjectState,
+    State,
+    WorkerSession,
+    make_commit_position,
+)
 from spark_elastic.handwritten.sharded_commits import (
     FROM_CHECKPOINT,
     LAYOUT,

@@ -42,24 +42,16 @@ from spark_elastic.runs.snapshot import Bytes, Kept
 from spark_elastic.worker.context import get_context, get_process_context
 from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 
-__all__ = [
-    "ElasticDataLoader",
-    "ElasticSampler",
-    "HostUpdateResult",
+__all__ = ["HostUpdateResult", "WorkerNotificationManager", "notification_manager", "run"]
+__all__ += ["ElasticDataLoader", "ElasticSampler", "ObjectState", "State", "TorchState"]
+__all__ += [
     "ModelStateHandler",
-    "ObjectState",
     "OptimizerStateHandler",
     "SamplerStateHandler",
     "SnapshotHandler",
-    "State",
     "StateHandler",
-    "TorchState",
-    "WorkerNotificationManager",
-    "get_handler_registry",
-    "notification_manager",
-    "run",
-    "set_handler_registry",
 ]
+__all__ += ["get_handler_registry", "set_handler_registry"]
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,12 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import RowDataset
 from spark_elastic.estimators.rows import Rows
 from spark_elastic.gradients.devices import CPU
-from spark_elastic.integrations.huggingface_adapter import TrainerProgress, check_loop, check_training
-from spark_elastic.integrations.huggingface_loader import initialize_on_rows
+from spark_elastic.integrations.huggingface_adapter import (
+    TrainerProgress,
+    check_loop,
+    check_training,
+    initialize_on_rows,
+)
 from spark_elastic.integrations.trainer_adapter import leave_frozen_out
 from spark_elastic.worker.context import get_context
 

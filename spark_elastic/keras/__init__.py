@@ -22,22 +22,13 @@ _EXPORTS = {
 _MODULES = ("callbacks", "elastic")
 
 if TYPE_CHECKING:
-    from spark_elastic.horovod.keras import callbacks as callbacks
-    from spark_elastic.horovod.keras import elastic as elastic
-    from spark_elastic.horovod.keras.optimizer import DistributedOptimizer as DistributedOptimizer
-    from spark_elastic.horovod.keras.optimizer import (
-        PartialDistributedOptimizer as PartialDistributedOptimizer,
-    )
-    from spark_elastic.horovod.keras.optimizer import load_model as load_model
-    from spark_elastic.horovod.keras.values import allgather as allgather
-    from spark_elastic.horovod.keras.values import allreduce as allreduce
-    from spark_elastic.horovod.keras.values import broadcast as broadcast
-    from spark_elastic.horovod.keras.values import broadcast_global_variables as broadcast_global_variables
-    from spark_elastic.horovod.keras.values import broadcast_variables as broadcast_variables
-    from spark_elastic.horovod.keras.values import reducescatter as reducescatter
+    from spark_elastic.horovod.keras.optimizer import *
+    from spark_elastic.horovod.keras.values import *
     from spark_elastic.horovod.ops.horovod_names import *
     from spark_elastic.horovod.ops.operations import allgather_object as allgather_object
     from spark_elastic.horovod.ops.operations import broadcast_object as broadcast_object
+    from spark_elastic.keras import callbacks as callbacks
+    from spark_elastic.keras import elastic as elastic
 
 
 def __getattr__(name: str) -> object:

@@ -2,9 +2,8 @@
 
 from spark_elastic.horovod.ops import horovod_names
 from spark_elastic.horovod.ops.horovod_names import *
-from spark_elastic.horovod.tensorflow import elastic, gathering
-from spark_elastic.horovod.tensorflow.allreduce import allreduce, grouped_allreduce
-from spark_elastic.horovod.tensorflow.gathering import *
+from spark_elastic.horovod.tensorflow import operations
+from spark_elastic.horovod.tensorflow.operations import *
 from spark_elastic.horovod.tensorflow.optimizer import (
     DistributedGradientTape,
     DistributedOptimizer,
@@ -12,6 +11,7 @@ from spark_elastic.horovod.tensorflow.optimizer import (
     PartialDistributedOptimizer,
 )
 from spark_elastic.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
+from spark_elastic.tensorflow import elastic
 from spark_elastic.training.keras.devices import SlotGpuSelection
 from spark_elastic.worker.context import get_process_context
 
@@ -21,11 +21,9 @@ __all__ = [
     "PartialDistributedGradientTape",
     "PartialDistributedOptimizer",
     "SyncBatchNormalization",
-    "allreduce",
     "elastic",
-    "grouped_allreduce",
 ]
 __all__ += horovod_names.__all__
-__all__ += gathering.__all__
+__all__ += operations.__all__
 
 get_process_context().get_or_create(SlotGpuSelection)

@@ -6,11 +6,9 @@ from spark_elastic.gradients.devices import SlotGpuSelection
 from spark_elastic.horovod.ops import horovod_names
 from spark_elastic.horovod.ops.horovod_names import *
 from spark_elastic.horovod.ops.operations import allgather_object, broadcast_object
-from spark_elastic.horovod.torch import allreduce as reducing
-from spark_elastic.horovod.torch import gathering
-from spark_elastic.horovod.torch.allreduce import *
-from spark_elastic.horovod.torch.gathering import *
+from spark_elastic.horovod.torch import operations
 from spark_elastic.horovod.torch.layers import SyncBatchNorm
+from spark_elastic.horovod.torch.operations import *
 from spark_elastic.horovod.torch.optimizer import DistributedOptimizer
 from spark_elastic.torch import elastic
 from spark_elastic.training.torch.callbacks import Progress, progress
@@ -29,7 +27,6 @@ __all__ = [
     "progress",
 ]
 __all__ += horovod_names.__all__
-__all__ += gathering.__all__
-__all__ += reducing.__all__
+__all__ += operations.__all__
 
 get_process_context().get_or_create(SlotGpuSelection)

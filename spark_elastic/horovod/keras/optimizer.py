@@ -92,7 +92,7 @@ class TorchExchange(OptimizerExchange[Any]):
     kind = WrappedOptimizer
 
     def __init__(self, options: GradientOptions, passes: int, average: bool) -> None:
-        from spark_elastic.horovod.torch.allreduce import start
+        from spark_elastic.horovod.torch.operations import start
 
         if options.reduce.op is Adasum:
             raise InvalidInput(f"on the torch backend of Keras op must be Average or Sum; got {Adasum!r}.")

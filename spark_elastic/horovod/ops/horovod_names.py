@@ -26,10 +26,9 @@ from spark_elastic.gradients.process_sets import (
     reset_process_sets,
     size,
 )
-from spark_elastic.gradients.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from spark_elastic.gradients.reduction import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
 from spark_elastic.gradients.timeline import start_timeline, stop_timeline
 from spark_elastic.handwritten.object_state import HostsUpdatedInterrupt
-from spark_elastic.horovod.ops.compression import Compression
 from spark_elastic.horovod.ops.operations import barrier
 from spark_elastic.worker.context import get_process_context
 
@@ -88,45 +87,18 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: objec
 
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "add_process_set",
     "barrier",
-    "ccl_built",
     "check_extension",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "get_process_set_ids_and_ranks",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "init",
-    "is_homogeneous",
     "is_initialized",
-    "is_process_set_included",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "remove_process_set",
-    "rocm_built",
     "shutdown",
-    "size",
     "start_timeline",
     "stop_timeline",
-    "sycl_built",
 ]
+__all__ += ["HorovodInternalError", "HostsUpdatedInterrupt"]
+__all__ += ["Adasum", "Average", "Compression", "Max", "Min", "Product", "ReduceOp", "Sum"]
+__all__ += ["cross_rank", "cross_size", "is_homogeneous", "local_rank", "local_size", "rank", "size"]
+__all__ += ["ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set"]
+__all__ += ["is_process_set_included", "remove_process_set"]
+__all__ += ["gloo_built", "gloo_enabled", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built"]
+__all__ += ["ccl_built", "cuda_built", "ddl_built", "rocm_built", "sycl_built"]

@@ -32,8 +32,7 @@ from spark_elastic.gradients.process_sets import (
 from spark_elastic.gradients.reduction import Average, ReduceOptions
 from spark_elastic.gradients.timeline import get_timeline
 from spark_elastic.horovod.ops.negotiation import Kind, OperationRequest
-from spark_elastic.horovod.ops.operation import Arrays, Operation
-from spark_elastic.horovod.ops.operation_queue import OperationQueue
+from spark_elastic.horovod.ops.operation_queue import Arrays, Operation, OperationQueue
 from spark_elastic.runs.snapshot import pickle_value
 from spark_elastic.worker.context import get_context, get_group_context
 

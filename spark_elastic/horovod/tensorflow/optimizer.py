@@ -17,8 +17,7 @@ import tensorflow as tf
 from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ALL, ProcessSet, is_single_process
-from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
-from spark_elastic.horovod.ops.compression import Compression
+from spark_elastic.gradients.reduction import Adasum, Average, Compression, ReduceOp, ReduceOptions
 from spark_elastic.horovod.ops.distributed_optimizer import (
     GradientAccumulator,
     GradientOptions,
@@ -28,7 +27,6 @@ from spark_elastic.horovod.ops.distributed_optimizer import (
     wrap_optimizer,
 )
 from spark_elastic.horovod.ops.operations import allreduce_arrays, compress_tensors
-from spark_elastic.horovod.tensorflow.allreduce import allreduce_slices, are_float32
 from spark_elastic.horovod.tensorflow.arrays import (
     Tensor,
     Tensors,
@@ -38,7 +36,7 @@ from spark_elastic.horovod.tensorflow.arrays import (
     no_autograph,
     view_of,
 )
-from spark_elastic.horovod.tensorflow.gathering import size_op
+from spark_elastic.horovod.tensorflow.operations import allreduce_slices, are_float32, size_op
 from spark_elastic.runs.handlers import list_trainable_weights, unwrap_variable
 
 Plain = TypeVar("Plain")

@@ -13,8 +13,8 @@ import tensorflow as tf
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ALL, ProcessSet
 from spark_elastic.gradients.reduction import ReduceOptions, Sum
-from spark_elastic.horovod.tensorflow.allreduce import allreduce_tensors
 from spark_elastic.horovod.tensorflow.arrays import Tensor
+from spark_elastic.horovod.tensorflow.operations import allreduce_tensors
 
 
 @tf.keras.utils.register_keras_serializable("spark_elastic")

@@ -15,8 +15,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.hooks import disable_compile
 from spark_elastic.gradients.process_sets import ALL, ProcessSet
 from spark_elastic.gradients.reduction import Sum
-from spark_elastic.horovod.torch.allreduce import allreduce
-from spark_elastic.horovod.torch.gathering import allgather
+from spark_elastic.horovod.torch.operations import allgather, allreduce
 
 
 class SyncBatchNorm(_BatchNorm):

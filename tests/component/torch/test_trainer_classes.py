@@ -143,7 +143,7 @@ def test_a_sampler_that_is_not_elastic_is_named(load: Any, name: str, below: boo
 def test_rows_that_a_batch_sampler_puts_behind_its_length_are_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from spark_elastic.integrations.huggingface_loader import make_elastic_loader
+    from spark_elastic.integrations.huggingface_adapter import make_elastic_loader
 
     class Longer(Pairs):
         def __len__(self) -> int:
@@ -157,7 +157,7 @@ def test_rows_that_a_batch_sampler_puts_behind_its_length_are_reported(
 
 def test_a_batch_sampler_decides_the_rows_of_each_step_in_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_elastic.handwritten import data_loader
-    from spark_elastic.integrations.huggingface_loader import make_elastic_loader
+    from spark_elastic.integrations.huggingface_adapter import make_elastic_loader
 
     class Shuffled(Pairs):
         def __iter__(self) -> Any:
@@ -183,17 +183,17 @@ def test_a_batch_sampler_decides_the_rows_of_each_step_in_any_world(monkeypatch:
 
 
 def test_p1_a_sampler_that_gives_each_rank_other_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spark_elastic.integrations import huggingface_loader
+    from spark_elastic.integrations import huggingface_adapter
 
     apart = 0  # the digests of the ranks
     group = SimpleNamespace(size=2, allgather=lambda digest: np.stack([digest, digest + apart]))
     session = SimpleNamespace(group=group, wait_until_idle=lambda: None)
-    monkeypatch.setattr(huggingface_loader, "get_session", lambda: session)
+    monkeypatch.setattr(huggingface_adapter, "get_session", lambda: session)
     theirs = load_batches(Pairs(4, 2, again=True))
-    iter(huggingface_loader.make_elastic_loader(theirs, 2, 5, None))
+    iter(huggingface_adapter.make_elastic_loader(theirs, 2, 5, None))
     apart = 1
     with pytest.raises(InvalidInput, match="Pairs gives each rank other batches"):
-        iter(huggingface_loader.make_elastic_loader(theirs, 2, 5, None))
+        iter(huggingface_adapter.make_elastic_loader(theirs, 2, 5, None))
 
 
 @pytest.mark.parametrize("name", ["train", "_inner_training_loop", "_run_epoch"])

@@ -20,7 +20,7 @@ from spark_elastic.gradients.process_sets import ProcessSet, global_process_set
 from spark_elastic.gradients.reduction import Adasum, Average, ReduceOp, ReduceOptions
 from spark_elastic.horovod.keras.optimizer import TorchExchange
 from spark_elastic.horovod.ops.distributed_optimizer import GradientOptions, wrap_optimizer
-from spark_elastic.horovod.torch import allreduce
+from spark_elastic.horovod.torch import operations
 from tests.sources import PYTHONPATH
 
 
@@ -50,7 +50,7 @@ def distribute(
 
 @pytest.mark.parametrize(("scaled", "expected"), [(True, [2.0, 8.0]), (False, [8.0, 8.0])])
 def test_local_sums_are_divided(monkeypatch: pytest.MonkeyPatch, scaled: bool, expected: list[float]) -> None:
-    monkeypatch.setattr(allreduce, "start", lambda tensors, *how, **when: lambda: tensors)
+    monkeypatch.setattr(operations, "start", lambda tensors, *how, **when: lambda: tensors)
     four: Any = SimpleNamespace(size=lambda: 4, included=lambda: True)
     optimizer: Any = distribute(RecordingOptimizer(), process_set=four, scale_local=scaled)
     mine, shared = object(), object()

@@ -19,8 +19,7 @@ from spark_elastic.gradients.process_sets import SingleProcessGroup, global_proc
 from spark_elastic.horovod.ops import distributed_optimizer
 from spark_elastic.horovod.ops.distributed_optimizer import GradientAccumulator
 from spark_elastic.horovod.ops.negotiation import OperationRequest
-from spark_elastic.horovod.ops.operation import Task, fuse_tasks, make_neutral_arrays
-from spark_elastic.horovod.ops.operation_queue import OperationQueue
+from spark_elastic.horovod.ops.operation_queue import OperationQueue, Task, fuse_tasks, make_neutral_arrays
 from tests.fake_group import FakeFabric
 from tests.reductions import reduce_parts
 from tests.unit.torch.worlds import run_in_world

@@ -17,8 +17,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.config import OperationConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.horovod.ops.negotiation import OperationRequest
-from spark_elastic.horovod.ops.operation import Operation
-from spark_elastic.horovod.ops.operation_queue import OperationQueue
+from spark_elastic.horovod.ops.operation_queue import Operation, OperationQueue
 from tests.fake_group import FakeFabric
 from tests.patience import until
 

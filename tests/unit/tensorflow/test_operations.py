@@ -14,7 +14,7 @@ import spark_elastic.keras as hvd_keras
 import spark_elastic.tensorflow as hvd
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.horovod.tensorflow import gathering
+from spark_elastic.horovod.tensorflow import operations
 from spark_elastic.horovod.tensorflow.arrays import call, copy_arrays
 from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 
@@ -118,7 +118,7 @@ def test_without_global_variables_broadcasting_them_is_a_runtime_error(module: A
 
 
 def test_a_session_that_reads_a_broadcast_variable_broadcasts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "broadcast_all", lambda tensors, *how: [each + 6.0 for each in tensors])
+    monkeypatch.setattr(operations, "broadcast_all", lambda tensors, *how: [each + 6.0 for each in tensors])
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         variable = tf.compat.v1.get_variable("weight", initializer=1.0)
         (received,) = hvd.broadcast_([variable], 0)
@@ -148,8 +148,8 @@ def test_the_optimizers_of_one_graph_exchange_one_after_the_other() -> None:
         for optimizer, variable in zip(optimizers, variables, strict=True):
             optimizer.apply_gradients([(tf.ones([3]), variable)])
 
-    operations = step.get_concrete_function().graph.get_operations()
-    first, second = [each for each in operations if each.type in ("If", "StatelessIf")]
+    nodes = step.get_concrete_function().graph.get_operations()
+    first, second = [each for each in nodes if each.type in ("If", "StatelessIf")]
     before, found = [second], set()
     while before:
         each = before.pop()

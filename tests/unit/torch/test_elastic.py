@@ -18,7 +18,7 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten import torch_state
 from spark_elastic.handwritten.elastic_loop import elastic
-from spark_elastic.handwritten.session import WorkerSession
+from spark_elastic.handwritten.object_state import WorkerSession
 from spark_elastic.handwritten.torch_state import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.protocol.types import MembershipVersion
 from spark_elastic.worker.context import GroupContext, get_process_context

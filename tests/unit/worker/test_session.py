@@ -12,7 +12,7 @@ import torch
 
 import spark_elastic
 from spark_elastic.errors import InvalidInput
-from spark_elastic.handwritten.session import get_session
+from spark_elastic.handwritten.object_state import get_session
 from spark_elastic.worker.context import WorkerContext, set_context
 
 
