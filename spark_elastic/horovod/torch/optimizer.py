@@ -18,7 +18,7 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients import reduction
 from spark_elastic.gradients.buckets import divide_into_groups
-from spark_elastic.gradients.hooks import disable_compile
+from spark_elastic.gradients.exchange import disable_compile
 from spark_elastic.gradients.modes import make_change_error
 from spark_elastic.gradients.process_sets import ALL, ProcessSet, check_alone
 from spark_elastic.gradients.reduction import Adasum, Average, NoneCompressor, ReduceOp, ReduceOptions
