@@ -179,7 +179,7 @@ def read_rows(spec: TrainSpec) -> ColumnArrays | None:
     """Two rows, and two more; None if that is too much to read here, or if workers alone can read them."""
     names = list(dict.fromkeys(spec.config.data.used_cols))
     store, manifest = spec.rows.data, spec.rows.manifest
-    if find_sample_group(manifest, names).bytes > MAX_BYTES:
+    if find_sample_group(manifest, names)[1] > MAX_BYTES:
         return None
     try:
         return read_sample_rows(store, manifest, names, next(iter(spec.config.data.label_cols), None))

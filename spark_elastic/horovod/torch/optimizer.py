@@ -19,7 +19,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients import reduction
 from spark_elastic.gradients.buckets import divide_into_groups
 from spark_elastic.gradients.determinism import align_tensors, describe_arithmetic
-from spark_elastic.gradients.hooks import disable_compile
+from spark_elastic.gradients.exchange import disable_compile
 from spark_elastic.gradients.modes import make_change_error
 from spark_elastic.gradients.module_state import multiply_rates
 from spark_elastic.gradients.process_sets import ALL, ProcessSet, check_alone
