@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_elastic.training.fit_config import FitConfig
+from spark_elastic.training.spec import FitConfig
 
 
 def make_config(**values: Any) -> FitConfig:

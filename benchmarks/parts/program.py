@@ -20,11 +20,10 @@ from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.protocol.types import START, MembershipVersion
+from spark_elastic.runs.ledger import Ledger
 from spark_elastic.tables.existing_parquet import describe_parquet
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.ledger import Ledger
-from spark_elastic.training.spec import Rows, TrainSpec
+from spark_elastic.training.spec import FitConfig, Rows, TrainSpec
 from spark_elastic.training.torch.loss import ModelLoss
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.spec import TorchUserObjects

@@ -35,6 +35,7 @@ from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.messages import SPARK_STOPPED
 from spark_elastic.rendezvous import codec
 from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.identity import WEIGHTS
 from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import (
     PIECE_BYTES,
@@ -48,7 +49,6 @@ from spark_elastic.tables.existing_parquet import (
 from spark_elastic.tables.footers import CollectFooters, DataFile, collect_footers_in_threads
 from spark_elastic.tables.lake_tables import TableSnapshot, Version, join_stores, read_snapshot
 from spark_elastic.tables.predicate import Predicate
-from spark_elastic.training.identity import WEIGHTS
 
 log = logging.getLogger("spark_elastic")
 

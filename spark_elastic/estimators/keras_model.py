@@ -17,6 +17,7 @@ import tensorflow as tf
 from pyspark.ml.util import MLReadable
 
 from spark_elastic.data.manifest import Column
+from spark_elastic.data.transformation import transform_inputs
 from spark_elastic.errors import StoreError
 from spark_elastic.estimators.outputs import Floats, Shape
 from spark_elastic.estimators.predictor import (
@@ -30,7 +31,6 @@ from spark_elastic.estimators.transformer import ElasticModel
 from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.keras.batching import Inputs, order_labels, pack_inputs
 from spark_elastic.training.keras.devices import let_gpu_memory_grow
-from spark_elastic.training.transformation import transform_inputs
 
 PART, CUSTOM, TRANSFORMATION, ADAPTERS = "model.keras", "custom", "transformation", "adapters"
 

@@ -19,20 +19,22 @@ from spark_elastic.checks import FUNCTION, make_kind, make_whole
 from spark_elastic.clusters.run import captures
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.two_rows import (
+from spark_elastic.estimators.validation import (
     MAX_BYTES,
+    MODEL_FACTORY_LOCK,
     STEP_ADVICE,
     TOLERANCE,
     TOLERANCE_16,
     LossTrial,
     PartLoss,
+    build_model,
     check_loss_scope,
     check_runs,
     copy_objects,
     has_hook,
+    list_callbacks,
     transform_rows,
 )
-from spark_elastic.estimators.validation import MODEL_FACTORY_LOCK, build_model, list_callbacks
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.training.batch import Chunk, LocalBatch, join_chunks
 from spark_elastic.training.keras.archive import (

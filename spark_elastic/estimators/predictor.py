@@ -18,10 +18,7 @@ import numpy.typing as npt
 import torch
 
 from spark_elastic.data.manifest import Column
-from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.outputs import Floats, Shape, count_numbers
-from spark_elastic.estimators.saving import Packed
-from spark_elastic.training.transformation import (
+from spark_elastic.data.transformation import (
     Transformation,
     check_numbers,
     find_input_dtype,
@@ -29,6 +26,9 @@ from spark_elastic.training.transformation import (
     refuse_large_numbers,
     transform_inputs,
 )
+from spark_elastic.errors import InvalidInput
+from spark_elastic.estimators.outputs import Floats, Shape, count_numbers
+from spark_elastic.estimators.saving import Packed
 from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
 # Where a Python worker of Spark predicts: on the GPU that Spark assigned to its task, else on the CPU. Pure.

@@ -23,8 +23,8 @@ from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.torch_objects import check_on_two_rows, check_torch_objects
 from spark_elastic.estimators.transformer import try_shapes
 from spark_elastic.estimators.validation import FitRequest
+from spark_elastic.gradients.module_state import ModelStateHandler
 from spark_elastic.training.spec import TrainSpec
-from spark_elastic.training.torch.module_state import ModelStateHandler
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.state import load_values
 from spark_elastic.training.torch.trainer import TorchTrainProgram, check_watched

@@ -26,28 +26,31 @@ from spark_elastic.checks import FUNCTION, Check, describe, make_number
 from spark_elastic.clusters.run import captures
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.two_rows import (
+from spark_elastic.estimators.validation import (
     MAX_BYTES,
+    MODEL_FACTORY_LOCK,
     MORE_ROWS,
     STEP_ADVICE,
     TOLERANCE,
     TOLERANCE_16,
     LossTrial,
     PartLoss,
+    build_model,
     check_loss_scope,
     check_runs,
     copy_objects,
     has_hook,
+    list_callbacks,
+    name_failing,
     transform_rows,
 )
-from spark_elastic.estimators.validation import MODEL_FACTORY_LOCK, build_model, list_callbacks, name_failing
+from spark_elastic.gradients.determinism import check_layers, draw_rows
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.layout import find_trainable
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.torch.buffers import BufferSnapshot, depends_on_batch
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule
-from spark_elastic.training.torch.determinism import check_layers, draw_rows
 from spark_elastic.training.torch.lightning import check_lightning, is_lightning
 from spark_elastic.training.torch.loss import HALVES, LossFn, LossResult, autocast
 from spark_elastic.training.torch.metrics import Metrics, is_accumulator, name_metrics

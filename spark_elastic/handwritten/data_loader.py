@@ -33,12 +33,12 @@ from spark_elastic.data.plan import (
 from spark_elastic.data.row_handle import RowHandle
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import RowDataset
+from spark_elastic.gradients.determinism import align_batch, check_layers, use_deterministic_arithmetic
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.process_sets import check_alone, rank, size
 from spark_elastic.handwritten.object_state import ObjectState, get_session
 from spark_elastic.handwritten.row_batches import RowBatches, RowStream, SeededRows, pass_batch, plan_rows
 from spark_elastic.runs.handlers import StateDictHandler
-from spark_elastic.training.torch.determinism import align_batch, check_layers, use_deterministic_arithmetic
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.session import ENTERED, STATE
 

@@ -20,6 +20,12 @@ import torch.distributed as dist
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.gradients.module_state import (
+    ModelStateHandler,
+    OptimizerStateHandler,
+    map_leaves,
+    view_bytes,
+)
 from spark_elastic.handwritten.object_state import (
     PLAIN,
     ObjectState,
@@ -44,12 +50,6 @@ from spark_elastic.protocol.types import START, Checkpoint
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.runs.handlers import Registry, SamplerStateHandler, SnapshotHandler
 from spark_elastic.runs.snapshot import Bytes, PickleCodec, Snapshot, SnapshotBuilder, broadcast_snapshot
-from spark_elastic.training.torch.module_state import (
-    ModelStateHandler,
-    OptimizerStateHandler,
-    map_leaves,
-    view_bytes,
-)
 
 try:
     if torch.__version__.startswith("2.6."):

@@ -20,10 +20,10 @@ from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import DataPlan, Division, Int64s, compute_share_bounds
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES
 from spark_elastic.data.row_handle import RowAccess, RowHandle
+from spark_elastic.data.transformation import RowRandom, Transformation, transform_columns
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.row_dataset import iter_items, to_tensors
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
-from spark_elastic.training.transformation import RowRandom, Transformation, transform_columns
 
 BYTES_AHEAD = 32 << 20  # of steps that are read ahead: with it a worker stays below 700 MB
 USUAL_WORKERS = 8  # that estimators' `max_workers` must exceed to get more lanes than a loader has

@@ -18,6 +18,13 @@ import torch
 
 from spark_elastic.data import horovod_data
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.module_state import (
+    FrozenCopies,
+    ModelStateHandler,
+    OptimizerStateHandler,
+    find_difference,
+    find_hooked,
+)
 from spark_elastic.gradients.process_sets import rank, size
 from spark_elastic.handwritten.data_loader import DataLoaderStateHandler, ElasticDataLoader
 from spark_elastic.handwritten.elastic_loop import run
@@ -32,13 +39,6 @@ from spark_elastic.runs.handlers import (
     StateHandler,
 )
 from spark_elastic.runs.snapshot import Bytes, Kept
-from spark_elastic.training.torch.module_state import (
-    FrozenCopies,
-    ModelStateHandler,
-    OptimizerStateHandler,
-    find_difference,
-    find_hooked,
-)
 from spark_elastic.worker.context import get_context, get_process_context
 from spark_elastic.worker.session import WorkerNotificationManager, notification_manager
 

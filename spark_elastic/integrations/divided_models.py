@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed._composable_state import _module_state_mapping
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.module_state import ModelStateHandler, OptimizerStateHandler
 from spark_elastic.handwritten.fsdp import FSDPState, reshard
 from spark_elastic.integrations.trainer_adapter import OfTrainer
-from spark_elastic.training.torch.module_state import ModelStateHandler, OptimizerStateHandler
 
 # What a module consists of beside its buffers: parameters, submodules, hooks.
 _STRUCTURE = [

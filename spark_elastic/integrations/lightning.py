@@ -27,12 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU
 from spark_elastic.gradients.generators import get_generators, set_generators
+from spark_elastic.gradients.module_state import FrozenCopies, ModelStateHandler, OptimizerStateHandler
 from spark_elastic.gradients.process_sets import local_rank, rank, size
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.torch_state import forget_gradients, mark_applied
 from spark_elastic.integrations.trainer_adapter import TrainerAdapter, leave_frozen_out
 from spark_elastic.runs.snapshot import Kept, SnapshotBuilder, pickle_value
-from spark_elastic.training.torch.module_state import FrozenCopies, ModelStateHandler, OptimizerStateHandler
 from spark_elastic.worker.context import get_context
 
 _Methods: Any = object  # for mypy: those of a class of Lightning's

@@ -1,6 +1,7 @@
 """PyTorch on elastic workers: `import spark_elastic.torch as hvd` speaks Horovod's torch API. Knows no Spark."""
 
 from spark_elastic.errors import PreflightError as HorovodVersionMismatchError
+from spark_elastic.gradients.determinism import RowDropout, draw_rows
 from spark_elastic.gradients.devices import SlotGpuSelection
 from spark_elastic.horovod.ops import horovod_names
 from spark_elastic.horovod.ops.horovod_names import *
@@ -11,7 +12,6 @@ from spark_elastic.horovod.torch.operations import *
 from spark_elastic.horovod.torch.optimizer import DistributedOptimizer
 from spark_elastic.torch import elastic
 from spark_elastic.training.torch.callbacks import Progress, progress
-from spark_elastic.training.torch.determinism import RowDropout, draw_rows
 from spark_elastic.worker.context import get_process_context
 
 __all__ = [

@@ -21,18 +21,18 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.clock import SystemClock, read_thread_seconds
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import Division
+from spark_elastic.data.transformation import Transformation
 from spark_elastic.errors import add_note
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position, WorldView
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
 from spark_elastic.runs.kept_commits import CommitKeeper
+from spark_elastic.runs.ledger import Ledger
 from spark_elastic.runs.snapshot import SnapshotBuffer, build_snapshot
-from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress, select_figures, to_json_values
 from spark_elastic.training.row_balancer import STRAGGLER_GAIN, RowBalancer
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.trainer import ModelTrainer, StepCall, StepDisputed, sync_state
-from spark_elastic.training.transformation import Transformation
 from spark_elastic.training.transformation_pool import TransformationPool, bind_transformation
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle, exit_forks

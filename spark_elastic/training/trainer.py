@@ -19,11 +19,11 @@ from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import ElasticError
 from spark_elastic.gradients.step_summary import StepDecision, StepSummary, exchange_summaries
 from spark_elastic.protocol.types import MembershipVersion, Position
+from spark_elastic.runs.ledger import Ledger
 from spark_elastic.runs.snapshot import Codec, Snapshot, SnapshotBuilder, broadcast_snapshot, build_snapshot
 from spark_elastic.training.batch import LocalBatch, R, StepMetrics
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
+from spark_elastic.training.spec import FitConfig
 
 
 class TrainingState(Protocol):

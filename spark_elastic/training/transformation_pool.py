@@ -18,8 +18,8 @@ from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows, StepStream
 from spark_elastic.data.plan import DataPlan, compute_share_bounds
 from spark_elastic.data.reading.decoding import ColumnArrays
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.transformation import BatchTransformation, RowBatch, Transformation
+from spark_elastic.data.transformation import BatchTransformation, RowBatch, Transformation
+from spark_elastic.training.spec import FitConfig
 from spark_elastic.training.transformation_process import TransformationProcess
 
 STEPS_AHEAD = 2  # steps that are transformed or ready, per worker of the pool; as torch's prefetch_factor

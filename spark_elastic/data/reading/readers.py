@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -284,20 +284,13 @@ def pack_rows(store: Store, manifest: Manifest, packing: Packing) -> Manifest:
     )
 
 
-class SampleGroup(NamedTuple):
-    """The row group whose first row costs least."""
-
-    number: int  # in the manifest
-    bytes: int  # in memory, of what has to be read for it
-
-
-def find_sample_group(manifest: Manifest, columns: Sequence[str]) -> SampleGroup:
-    """The row group from which a sample is taken."""
+def find_sample_group(manifest: Manifest, columns: Sequence[str]) -> tuple[int, int]:
+    """The number of the row group whose first row costs least, and the bytes in memory of what is read for it."""
     groups = manifest.row_groups
     decoded = compute_decoded_bytes(map(manifest.column, columns), groups.rows, groups.bytes)
     whole = decoded * np.maximum(groups.parent_rows, groups.rows) // groups.rows  # parts are cut out of it
     number = int(whole.argmin())
-    return SampleGroup(number, int(whole[number]))
+    return number, int(whole[number])
 
 
 def read_sample_rows(
@@ -306,7 +299,7 @@ def read_sample_rows(
     """Four rows of a small row group, to try a function or a model on: its first and its last, then two between; with
     as many values of the label as there are, its lowest and its highest first."""
     with closing(open_reader("arrow", store, manifest, columns)) as reader:
-        found = reader.fetch(find_sample_group(manifest, columns).number)
+        found = reader.fetch(find_sample_group(manifest, columns)[0])
     last = len(found[columns[0]]) - 1
     rows = [0, last, last // 3, last * 2 // 3]
     if label is not None and (values := found[label]).ndim == 1 and values.dtype != object:

@@ -2,7 +2,7 @@
 
 Spark writes to a folder of a random name; the driver reads the footers once and publishes the data set by writing its
 manifest. The job that writes also counts nulls and array lengths; a job of its own runs only to name the row of an
-error. Rows in the order of their hash are written by tasks of our own (`sorted_rows.py`).
+error. Rows in the order of their hash are written by tasks of our own (`data/sorted_rows.py`).
 
 `fingerprint` identifies what was written from what: the logical plan, the columns, how they are written, and the state
 of the files that the plan reads. Where that state cannot be seen, or the plan has random or time-dependent expressions,
@@ -32,6 +32,17 @@ from pyspark.sql.types import StructField, StructType
 from spark_elastic.clusters.spark.host_facts import describe_jobs, has_context
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.reading.decoding import read_footers
+from spark_elastic.data.sorted_rows import (
+    CHUNK_BYTES,
+    DISTINCT,
+    READS,
+    ROW,
+    CopyTask,
+    MergeTask,
+    ReadTask,
+    SortTask,
+    estimate_distinct,
+)
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.dataframes.scan import (
@@ -53,17 +64,6 @@ from spark_elastic.estimators.dataframes.schema import (
     compute_row_bytes,
     find_column_type,
     get_type,
-)
-from spark_elastic.estimators.dataframes.sorted_rows import (
-    CHUNK_BYTES,
-    DISTINCT,
-    READS,
-    ROW,
-    CopyTask,
-    MergeTask,
-    ReadTask,
-    SortTask,
-    estimate_distinct,
 )
 from spark_elastic.estimators.dataframes.store_access import (
     check_store_access,

@@ -34,7 +34,7 @@ from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput, format_columns
 
 if TYPE_CHECKING:
-    from spark_elastic.training.fit_config import DataConfig
+    from spark_elastic.training.spec import DataConfig
 
 VECTOR_DTYPE = "float32"
 _DTYPES: dict[type[DataType], str] = {

@@ -17,8 +17,7 @@ import torch
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.buckets import hash_layout
-from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.hooks import disable_compile, make_weak_method
+from spark_elastic.gradients.exchange import GradientExchange, disable_compile, make_weak_method
 from spark_elastic.gradients.host_memory import array_of, get_dtype_name
 from spark_elastic.gradients.layout import build_specs, find_trainable
 from spark_elastic.gradients.process_sets import ALL, ProcessSet, choose_channel

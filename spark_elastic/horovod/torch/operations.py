@@ -18,7 +18,7 @@ from torch import Tensor
 
 from elastic_collectives.operands import Array
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.hooks import disable_compile
+from spark_elastic.gradients.exchange import disable_compile
 from spark_elastic.gradients.host_memory import (
     array_of,
     copy_back,

@@ -18,16 +18,16 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients import reduction
 from spark_elastic.gradients.buckets import divide_into_groups
-from spark_elastic.gradients.hooks import disable_compile
+from spark_elastic.gradients.determinism import align_tensors, describe_arithmetic
+from spark_elastic.gradients.exchange import disable_compile
 from spark_elastic.gradients.modes import make_change_error
+from spark_elastic.gradients.module_state import multiply_rates
 from spark_elastic.gradients.process_sets import ALL, ProcessSet, check_alone
 from spark_elastic.gradients.reduction import Adasum, Average, NoneCompressor, ReduceOp, ReduceOptions
 from spark_elastic.handwritten.data_loader import ElasticDataLoader
 from spark_elastic.handwritten.torch_state import DistributedBase
 from spark_elastic.horovod.ops.distributed_optimizer import validate_backward_passes
 from spark_elastic.horovod.torch.gradient_sync import AdasumSync, GradientSync, NamedParameters
-from spark_elastic.training.torch.determinism import align_tensors, describe_arithmetic
-from spark_elastic.training.torch.module_state import multiply_rates
 from spark_elastic.worker.context import get_context
 
 

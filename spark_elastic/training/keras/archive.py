@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.training.identity import to_text
+from spark_elastic.runs.identity import to_text
 
 _SHARED = re.compile(r', "shared_object_id": \d+')  # an address
 _COUNTED = re.compile(r'(?<=[a-z])_\d+"')  # another name in a process that made another model before

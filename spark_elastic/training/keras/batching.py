@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
+from spark_elastic.data.transformation import check_numbers
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.transformation import check_numbers
+from spark_elastic.training.spec import FitConfig
 
 
 def order_features(model: Any, columns: Sequence[str]) -> list[str]:

@@ -20,8 +20,8 @@ import tensorflow as tf
 from elastic_collectives import Group
 from spark_elastic.gradients.flat_allreduce import FlatAllreduce
 from spark_elastic.gradients.step_summary import StepDecision, StepSummary
+from spark_elastic.runs.ledger import Ledger
 from spark_elastic.training.batch import Chunk, Column, LocalBatch, gather_columns
-from spark_elastic.training.fit_config import FitConfig
 from spark_elastic.training.keras.compiled import (
     Array,
     Batch,
@@ -31,7 +31,7 @@ from spark_elastic.training.keras.compiled import (
     widen,
 )
 from spark_elastic.training.keras.state import SEED, KerasTrainingState, read_value
-from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.spec import FitConfig
 from spark_elastic.training.trainer import ModelStep, Summarize, WorkClock, describe_dependent_layers
 
 

@@ -17,10 +17,12 @@ import tensorflow as tf
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.reading.readers import read_sample_rows
+from spark_elastic.data.transformation import Transformation, transform_columns
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.identity import digest
+from spark_elastic.runs.identity import digest
+from spark_elastic.runs.ledger import Ledger
 from spark_elastic.training.keras.archive import Archive, save_model
 from spark_elastic.training.keras.batching import BatchBuilder, Inputs, order_labels, pack_inputs
 from spark_elastic.training.keras.callback_list import KerasCallbackList
@@ -28,12 +30,10 @@ from spark_elastic.training.keras.compiled import CompiledLosses, CompiledMetric
 from spark_elastic.training.keras.devices import let_gpu_memory_grow
 from spark_elastic.training.keras.state import KerasTrainingState
 from spark_elastic.training.keras.step import StepLossStep, Structure, TrainStep, describe_world_dependence
-from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.trainer import ModelTrainer, StepCall, take_validation_step
-from spark_elastic.training.transformation import Transformation, transform_columns
 from spark_elastic.worker.context import get_process_context
 
 

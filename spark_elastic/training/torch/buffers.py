@@ -26,11 +26,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.determinism import exchanges_statistics
 from spark_elastic.gradients.devices import CPU
 from spark_elastic.gradients.generators import get_device_rng_state, get_torch_rng_state, set_device_rng_state
+from spark_elastic.gradients.module_state import PLAIN, list_buffers, put_buffer
 from spark_elastic.training.batch import LocalBatch, pack_arrays, unpack_arrays
-from spark_elastic.training.torch.determinism import exchanges_statistics
-from spark_elastic.training.torch.module_state import PLAIN, list_buffers, put_buffer
 from spark_elastic.training.trainer import describe_dependent_layers
 
 

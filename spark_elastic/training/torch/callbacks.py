@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
-from spark_elastic.training.torch.module_state import ModelStateHandler, find_difference
+from spark_elastic.gradients.module_state import ModelStateHandler, find_difference
 from spark_elastic.training.trainer import CallbackList
 from spark_elastic.worker.context import get_context
 

@@ -25,11 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic_collectives import Group
+from spark_elastic.data.transformation import list_output_parts
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU, read_later
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.transformation import list_output_parts
 from spark_elastic.worker.context import get_process_context
 
 Batch = LocalBatch[Tensor]

@@ -24,8 +24,11 @@ from torch import Tensor
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import Division, compute_share_bounds, draw_permutation
+from spark_elastic.data.transformation import BatchTransformation, RowBatch
+from spark_elastic.gradients.determinism import align_batch
 from spark_elastic.gradients.devices import HostSum
 from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.gradients.module_state import view_bytes
 from spark_elastic.protocol.types import Position
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.spec import TrainSpec
@@ -35,13 +38,10 @@ from spark_elastic.training.torch.buffers import (
     copy_attributes,
     restore_attributes,
 )
-from spark_elastic.training.torch.determinism import align_batch
 from spark_elastic.training.torch.loss import Batch
-from spark_elastic.training.torch.module_state import view_bytes
 from spark_elastic.training.torch.spec import BatchBuilder
 from spark_elastic.training.torch.step import StepLoss, TrainStep
 from spark_elastic.training.trainer import StepDisputed
-from spark_elastic.training.transformation import BatchTransformation, RowBatch
 from spark_elastic.worker.context import get_context
 
 MAX_WITNESSES = 2  # one shows a difference, the second decides who is wrong

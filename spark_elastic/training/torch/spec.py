@@ -21,10 +21,16 @@ from torch.optim import Optimizer
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
+from spark_elastic.data.transformation import (
+    Transformation,
+    check_numbers,
+    find_input_dtype,
+    refuse_large_numbers,
+)
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import DeviceCopier
-from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.identity import (
+from spark_elastic.gradients.module_state import multiply_rates, view_bytes
+from spark_elastic.runs.identity import (
     NOTHING,
     NUMBERS,
     PLAIN,
@@ -34,6 +40,7 @@ from spark_elastic.training.identity import (
     pick_comparable,
     to_text,
 )
+from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 from spark_elastic.training.torch.lightning import (
@@ -50,13 +57,6 @@ from spark_elastic.training.torch.loss import (
     ModelLoss,
     MultiOutputLoss,
     find_loss_module,
-)
-from spark_elastic.training.torch.module_state import multiply_rates, view_bytes
-from spark_elastic.training.transformation import (
-    Transformation,
-    check_numbers,
-    find_input_dtype,
-    refuse_large_numbers,
 )
 
 # ---- digests

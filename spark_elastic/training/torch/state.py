@@ -20,11 +20,7 @@ import torch
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.devices import CPU
 from spark_elastic.gradients.host_memory import get_dtype_name
-from spark_elastic.protocol.types import START, Position
-from spark_elastic.runs.snapshot import Extent, Snapshot, SnapshotBuilder
-from spark_elastic.training.progress import TrainingProgress, name_classes, pair_states
-from spark_elastic.training.torch.buffers import rng_state, set_rng_state
-from spark_elastic.training.torch.module_state import (
+from spark_elastic.gradients.module_state import (
     ModelStateHandler,
     OptimizerStateHandler,
     TensorRef,
@@ -33,6 +29,10 @@ from spark_elastic.training.torch.module_state import (
     map_leaves,
     view_bytes,
 )
+from spark_elastic.protocol.types import START, Position
+from spark_elastic.runs.snapshot import Extent, Snapshot, SnapshotBuilder
+from spark_elastic.training.progress import TrainingProgress, name_classes, pair_states
+from spark_elastic.training.torch.buffers import rng_state, set_rng_state
 
 # Keys of dicts of one entry that stand for ...
 ARRAY = "numpy array"  # a numpy array, given as a tensor

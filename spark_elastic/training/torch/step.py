@@ -17,23 +17,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic_collectives import Group
+from spark_elastic.data.transformation import list_output_parts
 from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.determinism import RowDropout, draw_rows, exchanges_statistics
 from spark_elastic.gradients.devices import CPU, HostCopy, HostSum
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.generators import borrow_rng, seeded_rng
 from spark_elastic.gradients.modes import OneBucketMode
+from spark_elastic.gradients.module_state import view_bytes
 from spark_elastic.gradients.step_summary import StepDecision, StepSummary
+from spark_elastic.runs.ledger import Ledger
 from spark_elastic.training.batch import Chunk, gather_columns, join_chunks
-from spark_elastic.training.fit_config import FitConfig
-from spark_elastic.training.ledger import Ledger
+from spark_elastic.training.spec import FitConfig
 from spark_elastic.training.torch.buffers import BufferMerge, BufferSnapshot, has_buffers, shares_statistics
-from spark_elastic.training.torch.determinism import RowDropout, draw_rows, exchanges_statistics
 from spark_elastic.training.torch.loss import Batch, LossFn, autocast, to_float32
 from spark_elastic.training.torch.metrics import Metrics
-from spark_elastic.training.torch.module_state import view_bytes
 from spark_elastic.training.torch.state import TorchTrainingState
 from spark_elastic.training.trainer import ModelStep, Summarize, WorkClock
-from spark_elastic.training.transformation import list_output_parts
 
 
 class StepLoss:

@@ -14,6 +14,12 @@ import torch
 
 from elastic_collectives import Group
 from spark_elastic.data.loader import StepRows
+from spark_elastic.gradients.determinism import (
+    align_tensors,
+    describe_arithmetic,
+    exchanges_statistics,
+    use_deterministic_arithmetic,
+)
 from spark_elastic.gradients.devices import (
     CPU,
     Arrival,
@@ -27,18 +33,12 @@ from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.reduction import options_from_env
 from spark_elastic.gradients.step_summary import StepDecision, count_summary_bytes
-from spark_elastic.training.ledger import Ledger
+from spark_elastic.runs.ledger import Ledger
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import TrainingProgress, check_watched_names
 from spark_elastic.training.spec import TrainSpec
 from spark_elastic.training.torch.buffers import describe_world_dependence
 from spark_elastic.training.torch.callbacks import TorchCallbackList
-from spark_elastic.training.torch.determinism import (
-    align_tensors,
-    describe_arithmetic,
-    exchanges_statistics,
-    use_deterministic_arithmetic,
-)
 from spark_elastic.training.torch.loss import Batch, autocast
 from spark_elastic.training.torch.metrics import Metrics, is_accumulator
 from spark_elastic.training.torch.share_step import ShareChecker, ShareStep, build_shares, sum_over_shares

@@ -24,7 +24,7 @@ from spark_elastic.tables import footers
 from spark_elastic.tables.existing_parquet import describe_files, find_data_files
 from spark_elastic.tables.lake_tables import read_snapshot
 from spark_elastic.tables.predicate import Predicate
-from spark_elastic.training import fit_config
+from spark_elastic.training import spec as fit_spec
 from tests.leaks import SessionOwned
 from tests.planned_rows import read_columns
 from tests.unit.estimators.requests import request
@@ -401,7 +401,7 @@ def test_a_run_keeps_to_version_columns_and_where(tmp_path: Path, monkeypatch: p
         opens(columns={"feature": "maybee"})
     with pytest.raises(InvalidInput, match="columns must be a dict"):
         Selection.parse(["id"], None)
-    monkeypatch.setattr(fit_config, "check_reader", lambda name: None)  # as where petastorm is installed
+    monkeypatch.setattr(fit_spec, "check_reader", lambda name: None)  # as where petastorm is installed
     with pytest.raises(InvalidInput, match="fit_on_table needs reader='arrow'"):
         opens(columns=columns).check(request(reader="petastorm"))
 

@@ -18,6 +18,7 @@ from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.store import Store
+from spark_elastic.data.transformation import RowRandom
 from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.protocol.types import Limits
@@ -27,7 +28,6 @@ from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import Rows, TrainSpec
-from spark_elastic.training.transformation import RowRandom
 from tests.component.column_kinds import CLASSES as KINDS
 from tests.component.column_kinds import FEATURES
 from tests.component.injected_faults import await_fault, inject_faults

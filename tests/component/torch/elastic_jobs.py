@@ -19,12 +19,12 @@ import torch
 import spark_elastic.torch as hvd
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
+from spark_elastic.data.transformation import RowRandom
 from spark_elastic.torch import RowDropout, SyncBatchNorm, progress
 from spark_elastic.training.spec import Rows
 from spark_elastic.training.torch.callbacks import Callback, LearningRateSchedule
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
-from spark_elastic.training.transformation import RowRandom
 from tests.component.torch.job import CLASSES, ROWS, WIDTH, Job, SlowNet, add_pace, mlp, sgd
 from tests.fit_configs import change
 from tests.planned_rows import list_row_ids

@@ -25,6 +25,7 @@ from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.plan import DataPlan
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.store import Store
+from spark_elastic.data.transformation import RowRandom
 from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Discovery, Post
@@ -37,7 +38,6 @@ from spark_elastic.torch import draw_rows, progress
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
-from spark_elastic.training.transformation import RowRandom
 from tests.component.injected_faults import await_fault
 from tests.fit_configs import make_config
 from tests.journals import keep_journal

@@ -26,7 +26,7 @@ from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.reading.readers import read_sample_rows
 from spark_elastic.data.store import Store
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
-from spark_elastic.estimators import two_rows
+from spark_elastic.estimators import validation
 from spark_elastic.estimators.torch_objects import check_on_two_rows
 from spark_elastic.gradients.generators import get_generators
 from spark_elastic.torch import progress
@@ -301,7 +301,7 @@ def test_rows_that_cannot_be_read_or_are_large_are_not_tried(
     check((Store.open(str(tmp_path)), data[1]), FAR, CROSS_ENTROPY)
     for limit in ("MAX_BYTES", "MAX_ROW_BYTES"):
         with monkeypatch.context() as patch:
-            patch.setattr(two_rows, limit, 100)
+            patch.setattr(validation, limit, 100)
             check(data, FAR, CROSS_ENTROPY)
 
 
@@ -313,7 +313,7 @@ def test_a_transformation_that_fails_on_strings_may_lack_files() -> None:
     for value, error in (("one.png", ElasticError), (b"one", InvalidInput)):
         rows = StepRows(0, 0, 1, np.arange(1), {"x": np.array([value], object)})
         with pytest.raises(error):
-            two_rows.transform_rows(spec, read, rows)
+            validation.transform_rows(spec, read, rows)
 
 
 # ---- a loss that compares rows is refused

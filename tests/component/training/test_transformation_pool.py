@@ -17,7 +17,7 @@ import pytest
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.training.transformation import BatchTransformation, RowRandom
+from spark_elastic.data.transformation import BatchTransformation, RowRandom
 from spark_elastic.training.transformation_pool import TransformationPool
 from tests.pages import blocks
 from tests.sources import ROOT

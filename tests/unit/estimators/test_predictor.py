@@ -16,6 +16,7 @@ import torch
 
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.manifest import Column
+from spark_elastic.data.transformation import transform_columns
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.predictor import (
     ROWS_AT_ONCE,
@@ -28,7 +29,6 @@ from spark_elastic.estimators.saving import pack
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.validation import build_request
 from spark_elastic.training.torch.spec import BatchBuilder
-from spark_elastic.training.transformation import transform_columns
 from tests.unit.estimators.requests import values
 
 

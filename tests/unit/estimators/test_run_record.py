@@ -20,7 +20,7 @@ from spark_elastic.estimators.fitting import _load_finished_run
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.types import Fence, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointStore
-from spark_elastic.training.identity import WEIGHTS
+from spark_elastic.runs.identity import WEIGHTS
 from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request as file_request
 

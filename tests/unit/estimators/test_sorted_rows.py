@@ -9,15 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from spark_elastic.data.store import Store
-from spark_elastic.estimators.dataframes import sorted_rows
-from spark_elastic.estimators.dataframes.sorted_rows import (
+from spark_elastic.data import sorted_rows
+from spark_elastic.data.sorted_rows import (
     CopyTask,
     MergeTask,
     ReadTask,
     SortTask,
     hash_further,
 )
+from spark_elastic.data.store import Store
 
 HASHES = ("hash", "exact")
 ROWS = 5000

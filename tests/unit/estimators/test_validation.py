@@ -19,7 +19,7 @@ from spark_elastic.estimators import torch_objects
 from spark_elastic.estimators.params import TorchParams
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.validation import FitRequest, build_request
-from spark_elastic.training.fit_config import LossConfig
+from spark_elastic.training.spec import LossConfig
 from spark_elastic.training.torch.callbacks import BestWeights, Callback, EarlyStopping, LearningRateSchedule
 from spark_elastic.training.torch.spec import build_optimizer
 from tests.unit.estimators.requests import net, values

@@ -230,6 +230,7 @@ def test_gradients_have_the_factors_of_horovod(its: Framework) -> None:
         ("grouped_allgather", {"tensors": []}, "at least one"),
         ("grouped_reducescatter", {"tensors": []}, "takes tensors, and Average"),
         ("alltoall", {}, "first dimension"),
+        ("allgather", {"process_set": object()}, "process_set must be a ProcessSet; got object"),
         ("init", {"comm": object()}, "no communicator"),
     ],
 )

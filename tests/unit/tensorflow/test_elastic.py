@@ -10,11 +10,9 @@ import pytest
 import tensorflow as tf
 
 import spark_elastic.tensorflow as hvd
-from elastic_collectives import Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.elastic_loop import elastic
 from spark_elastic.runs.handlers import to_array
-from tests.unit.ops.workers import run_in_fake_world, use_context_per_thread
 from tests.unit.state.stage import Event, FakeDriver, FakeSession
 
 STEPS = 8
@@ -72,23 +70,6 @@ def test_newcomers_and_survivors_hold_equal_values_after_a_sync(make: Callable[[
     assert len(results) == 2
     assert all(result == results[0] for result in results)
     assert results[0][1] == STEPS
-
-
-@pytest.mark.parametrize("make", [keras_state, make_plain_state])
-def test_a_state_is_synced_outside_of_it(make: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    use_context_per_thread(monkeypatch)
-
-    def work(group: Group) -> tuple[list[Any], int]:
-        state, _, all_there_is = make(group.rank)
-        state.step = 5 - group.rank
-        state.sync()
-        return all_there_is(), state.step
-
-    _, _, firsts = make(0)
-    (first, five), (second, as_well) = run_in_fake_world(2, work)
-    assert first == second
-    assert first[0] == firsts()[0]
-    assert (five, as_well) == (5, 5)
 
 
 def test_a_state_without_model_or_optimizer_is_refused() -> None:

@@ -470,17 +470,6 @@ def test_recorded_rows_of_all_ranks_are_merged(begins: bool, monkeypatch: pytest
     assert run_in_fake_world(2, work) == [([0, 5, 7], [1, 2, 3]), ([4, 6, 0], [1, 2, 3])]
 
 
-def test_invalid_arguments_of_a_state_are_refused() -> None:
-    with pytest.raises(InvalidInput, match="comm"):
-        hvd.init(comm=[0, 1])
-    with pytest.raises(InvalidInput, match="compression"):
-        hvd.allreduce(torch.ones(1), compression=object())
-    with pytest.raises(InvalidInput, match="process_set"):
-        hvd.allgather(torch.ones(1), process_set=object())
-    with pytest.raises(InvalidInput, match="average"):
-        hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
-
-
 class LoneSession(WorkerSession):
     """A worker alone, in world after world; the third time it is asked somebody wants to join."""
 

@@ -331,7 +331,6 @@ def test_more_backward_passes_than_announced_are_an_error(alone: tuple[torch.nn.
         ({"groups": [[torch.nn.Parameter(torch.ones(1))]]}, "that the optimizer trains"),
         ({"op": Adasum, "compression": Compression.fp16}, "leave compression and groups out"),
         ({"backward_passes_per_step": 0}, "at least 1"),
-        ({"gradient_predivide_factor": 0.0}, "above 0"),
     ],
 )
 def test_unsupported_options_are_refused(arguments: dict[str, Any], says: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR, StepLR
 
-from spark_elastic.training.identity import WEIGHTS, digest
+from spark_elastic.runs.identity import WEIGHTS, digest
 from spark_elastic.training.torch.callbacks import BestWeights, EarlyStopping, LearningRateSchedule
 from spark_elastic.training.torch.spec import TorchUserObjects
 
@@ -150,7 +150,7 @@ def make_values() -> list[Any]:
 
 def test_another_process_computes_the_same_digests() -> None:
     program = (
-        "from spark_elastic.training.identity import digest\n"
+        "from spark_elastic.runs.identity import digest\n"
         "from tests.unit.training.test_identity import make_values\n"
         "print(*map(digest, make_values()))"
     )

@@ -9,7 +9,7 @@ import numpy as np
 
 from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import Phase, Position
-from spark_elastic.training.ledger import Ledger
+from spark_elastic.runs.ledger import Ledger
 
 
 def test_r02_lines_are_written_before_the_call_returns(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ import torch
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.packing import Ragged
 from spark_elastic.data.plan import DataPlan, Division
-from spark_elastic.errors import InvalidInput
-from spark_elastic.training.transformation import (
+from spark_elastic.data.transformation import (
     BatchTransformation,
     RowBatch,
     RowRandom,
     reshape_results,
     transform_columns,
 )
+from spark_elastic.errors import InvalidInput
 from spark_elastic.training.transformation_pool import cut_at_shares
 
 Columns = dict[str, Any]

@@ -16,6 +16,7 @@ import tensorflow as tf
 from elastic_collectives import CollectiveError, Group
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import START, MembershipVersion, Phase, Position
+from spark_elastic.runs.ledger import Ledger
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.keras.compiled import CompiledLosses, CompiledMetrics
 from spark_elastic.training.keras.state import KerasTrainingState
@@ -26,7 +27,6 @@ from spark_elastic.training.keras.step import (
     TrainStep,
     describe_world_dependence,
 )
-from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.progress import TrainingProgress
 from spark_elastic.training.trainer import StepCall, take_validation_step
 from tests.fake_group import FakeFabric

@@ -32,7 +32,7 @@ from spark_elastic.estimators.dataframes.schema import (
     find_column_type,
 )
 from spark_elastic.estimators.dataframes.store_access import to_spark_url
-from spark_elastic.training.fit_config import DataConfig
+from spark_elastic.training.spec import DataConfig
 from tests.fit_configs import make_config
 
 

@@ -20,7 +20,7 @@ from spark_elastic.data.plan import DataPlan, Division
 from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
-from spark_elastic.training.ledger import Ledger
+from spark_elastic.runs.ledger import Ledger
 from spark_elastic.training.torch.loss import MultiOutputLoss
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.share_step import (

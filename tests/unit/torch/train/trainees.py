@@ -16,8 +16,8 @@ from spark_elastic.gradients.exchange import GradientExchange
 from spark_elastic.gradients.reduction import ExchangeOptions
 from spark_elastic.gradients.step_summary import count_summary_bytes
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position
+from spark_elastic.runs.ledger import Ledger
 from spark_elastic.training.batch import LocalBatch
-from spark_elastic.training.ledger import Ledger
 from spark_elastic.training.torch.loss import ModelLoss
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.state import TorchTrainingState
