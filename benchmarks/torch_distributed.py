@@ -33,12 +33,12 @@ from benchmarks.parts.ranks import be_worker, find_medians, join_group, run_rank
 from benchmarks.parts.report import Row
 from benchmarks.training_step import Net
 from spark_elastic.clock import SystemClock
+from spark_elastic.handwritten.fsdp import DividedModelHandler, DividedOptimizerHandler
 from spark_elastic.handwritten.sharded_commits import CommitKey, Place, ShardedCommits
 from spark_elastic.integrations.torch_distributed import register
 from spark_elastic.protocol.types import START
 from spark_elastic.runs.snapshot import SnapshotBuilder
 from spark_elastic.torch import DistributedOptimizer
-from spark_elastic.torch.fsdp import DividedModelHandler, DividedOptimizerHandler
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.stack_sampler import StackReader, StackSampler
 
