@@ -26,7 +26,7 @@ from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.data.store import Store, make_scratch_folder
 from spark_elastic.driver.job import LaunchResult, make_limits
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.fit_rows import RowSource, RunRecord, RunResult, materialize_rows
+from spark_elastic.estimators.fit_rows import Request, RowSource, RunRecord, RunResult, materialize_rows
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import FitRequest, O
 from spark_elastic.monitoring.console import ProgressListener
@@ -129,11 +129,8 @@ def _pickle_objects(objects: UserObjects) -> tuple[bytes, tuple[str, ...]]:
         raise
 
 
-def _load_run(
-    request: FitRequest[Any], store: Store, run_id: str
-) -> tuple[RunRecord | None, FinishedRun | None]:
-    """What a run of that name is bound to, and what it trained if it has ended. Raises InvalidInput if this request may
-    not resume it, whatever its rows are (R19, resuming a run)."""
+def _load_run(request: Request, store: Store, run_id: str) -> tuple[RunRecord | None, FinishedRun | None]:
+    """The run's record, and the run if it has ended. InvalidInput: this request may not resume it (R19)."""
     record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
     if record is not None:
         record.check(request, run_id)
@@ -212,8 +209,7 @@ class FitRun(Generic[O]):
     def run(self) -> FinishedRun:
         """Train from the beginning, or from the newest checkpoint of an unfinished run."""
         run = OwnedRun.acquire(self.store, self.run_id)
-        # Another driver ended it while this one waited
-        _, finished = _load_run(self.request, self.store, self.run_id)
+        _, finished = _load_run(self.request, self.store, self.run_id)  # another driver may have ended it
         if finished is not None:
             self.rows.check_same_rows(self.request, finished.record, self.run_id)
             return finished
