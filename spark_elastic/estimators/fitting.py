@@ -130,7 +130,7 @@ def _pickle_objects(objects: UserObjects) -> tuple[bytes, tuple[str, ...]]:
 
 
 def _load_run(request: Request, store: Store, run_id: str) -> tuple[RunRecord | None, FinishedRun | None]:
-    """The run's record, and the run if it has ended. InvalidInput: this request may not resume it (R19)."""
+    """The record, and the run if it has ended. InvalidInput: the request may not go on (R19, resuming a run)."""
     record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
     if record is not None:
         record.check(request, run_id)
