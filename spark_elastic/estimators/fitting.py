@@ -26,7 +26,7 @@ from spark_elastic.data.reading.readers import read_sample_row
 from spark_elastic.data.store import Store, make_scratch_folder
 from spark_elastic.driver.job import LaunchResult, make_limits
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.estimators.fit_rows import Request, RowSource, RunRecord, RunResult, materialize_rows
+from spark_elastic.estimators.fit_rows import RowSource, RunRecord, RunResult, materialize_rows
 from spark_elastic.estimators.transformer import FitSummary, WorldRecord
 from spark_elastic.estimators.validation import FitRequest, O
 from spark_elastic.monitoring.console import ProgressListener
@@ -92,25 +92,16 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
     elastic = request.elastic if request.run_id else dataclasses.replace(request.elastic, keep_commits=False)
     platform = make_platform(rows.session, elastic)
     with _open_store(request, platform.master) as store:
-        record, run = _load_run(request, store, run_id)
-        if run is not None:
-            rows.check_same_rows(request, run.record, run_id)
-        else:
+        run = _load_finished_run(rows, request, store, run_id)
+        if run is None:
             ledger = _ledger_folder(request, store, run_id)
             payload, modules = _pickle_objects(request.objects)
             imports = list_early_imports(request.objects, (*framework.preload, *modules))
             with _show_progress(request) as listener:
                 workers = request.config.world.num_workers
-                checks = payload, store, framework.packages, workers, PAYLOAD, imports
-                with platform.preflight_beside(*checks) as await_preflight:
-                    if record is not None:  # nobody takes over a run that it cannot continue
-                        rows.check_same_rows(request, record, run_id)
-                        await_preflight()
-                    common = platform, rows, request, framework, store, run_id, ledger, listener, modules
-                    fit = FitRun(*common, await_preflight)
-                    run = resume_after_coordinator_loss(
-                        fit.run, CheckpointStore(store, run_id).read_published
-                    )
+                platform.preflight(payload, store, framework.packages, workers, PAYLOAD, imports)
+                fit = FitRun(platform, rows, request, framework, store, run_id, ledger, listener, modules)
+                run = resume_after_coordinator_loss(fit.run, CheckpointStore(store, run_id).read_published)
         weights = _read_weights(store, run.result)
         features = shape_features(request, run.record.load_manifest())
     summary = _summarize(run, run_id, clock.now() - started, rows.describe(run.record))
@@ -129,8 +120,10 @@ def _pickle_objects(objects: UserObjects) -> tuple[bytes, tuple[str, ...]]:
         raise
 
 
-def _load_run(request: Request, store: Store, run_id: str) -> tuple[RunRecord | None, FinishedRun | None]:
-    """The record, and the run if it has ended. InvalidInput: the request may not go on (R19, resuming a run)."""
+def _load_finished_run(
+    rows: RowSource, request: FitRequest[Any], store: Store, run_id: str
+) -> FinishedRun | None:
+    """The run if it has ended. Raises InvalidInput if this request may not resume it (R19, resuming a run)."""
     record, result = RunRecord.load(store, run_id), RunResult.load(store, run_id)
     if record is not None:
         record.check(request, run_id)
@@ -141,7 +134,9 @@ def _load_run(request: Request, store: Store, run_id: str) -> tuple[RunRecord | 
         )
     if record is not None and result is None:
         _check_epochs_left(request, CheckpointStore(store, run_id), run_id)
-    return record, None if record is None or result is None else FinishedRun(record, result)
+    if record is not None:
+        rows.check_same_rows(request, record, run_id)
+    return FinishedRun(record, result) if record is not None and result is not None else None
 
 
 def _check_epochs_left(request: FitRequest[Any], checkpoints: CheckpointStore, run_id: str) -> None:
@@ -203,18 +198,17 @@ class FitRun(Generic[O]):
     run_id: str  # the user's, or a random one
     ledger: str | None  # folder of the ledger, if there is one
     listener: ProgressListener  # shows the progress
-    modules: tuple[str, ...]  # modules that loading the user's objects imports
-    await_preflight: Callable[[], None]  # waits until all hosts are checked
+    modules: tuple[str, ...] = ()  # modules that loading the user's objects imports
 
     def run(self) -> FinishedRun:
         """Train from the beginning, or from the newest checkpoint of an unfinished run."""
         run = OwnedRun.acquire(self.store, self.run_id)
-        _, finished = _load_run(self.request, self.store, self.run_id)  # another driver may have ended it
-        if finished is not None:
-            self.rows.check_same_rows(self.request, finished.record, self.run_id)
-            return finished
+        # Another driver ended it while this one waited
+        if RunResult.load(self.store, self.run_id) is not None:
+            finished = _load_finished_run(self.rows, self.request, self.store, self.run_id)
+            if finished is not None:
+                return finished
         with materialize_rows(self.rows, self.request, self.store, run) as (record, data):
-            self.await_preflight()
             manifest = record.load_manifest()
             launched = self.launch(self.build_spec(record, data, run), run)
             trained = check_replicas([json.loads(result) for result in launched.results])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import cloudpickle
 import pytest
 from pyspark.sql import SparkSession
-from pyspark.sql import functions as F
 
 from spark_elastic.clusters.doctor import Finding, examine
 from spark_elastic.clusters.spark.classic import preflight
@@ -22,7 +20,6 @@ from spark_elastic.data.store import Store
 from spark_elastic.errors import PreflightError
 from tests.spark.cluster import await_true
 from tests.spark.conftest import HOSTS
-from tests.spark.estimators import ROWS, estimator, table
 
 pytestmark = pytest.mark.spark
 
@@ -90,36 +87,3 @@ def test_the_preflight_awaits_no_silent_host(spark: SparkSession, store: Store, 
         os.rename(busy, busy + "-over")
         thread.join()
     assert len(probe(spark, store)) == HOSTS
-
-
-def test_a_host_that_cannot_train_ends_a_fit_whose_rows_are_being_computed(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "only_beside_the_driver.py").write_text(
-        "def loss(output, y):\n    return (output - y).sum()\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    from only_beside_the_driver import loss  # type: ignore[import-not-found]
-
-    over, computed = tmp_path / "over", tmp_path / "computed"
-
-    def compute(number: int, y: float) -> float:
-        if number == ROWS - 1:
-            until = time.monotonic() + 60.0
-            while not over.exists() and time.monotonic() < until:
-                time.sleep(0.1)
-            computed.touch()
-        return y
-
-    slow = F.udf(compute, "double", useArrow=False)
-    rows = table(spark).withColumn("y", slow("id", "y"))
-    try:
-        with pytest.raises(
-            PreflightError, match=r"cannot load the model, optimizer or loss .*only_beside_the"
-        ):
-            estimator(tmp_path / "store", loss=loss, materialize="always").fit(rows)
-        assert not computed.exists()
-        assert list(Path(tmp_path, "store").rglob("*.parquet")) == []
-    finally:
-        over.touch()
-        del sys.modules["only_beside_the_driver"]

@@ -12,9 +12,7 @@ import secrets
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from contextvars import copy_context
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -67,44 +65,6 @@ class ClassicPlatform(SparkPlatform):
 
     def count_workers(self, asked: int | None) -> int:
         return self._sc.defaultParallelism if asked is None else asked
-
-    @contextmanager
-    def preflight_beside(self, *arguments: Any) -> Iterator[Callable[[], None]]:
-        """In a thread. Where one fails, the jobs of the other are cancelled; the preflight's error counts first."""
-        sc, tag = self._sc, f"spark_elastic-prepare-{secrets.token_hex(4)}"
-        checked: Future[object] = Future()
-        over = threading.Event()
-
-        def check() -> None:
-            try:
-                checked.set_result(self.preflight(*arguments))
-            except BaseException as error:
-                checked.set_exception(error)
-                with suppress(Py4JError, OSError):  # the SparkContext has ended, and its jobs with it
-                    while not over.wait(POLL_EVERY):  # the block's next job may not have begun
-                        sc.cancelJobsWithTag(tag)
-
-        def wait() -> None:
-            checked.result()
-            sc.removeJobTag(tag)  # what follows is not the preparation
-
-        sc.addJobTag(tag)  # of the thread's jobs, too
-        context = copy_context()  # the job's listener is told of phases
-        thread = InheritableThread(target=lambda: context.run(check), name="spark-elastic-hosts", daemon=True)
-        thread.start()
-        try:
-            yield wait
-        except BaseException:
-            if checked.done() and (refused := checked.exception()) is not None:
-                raise refused from refused.__cause__
-            raise
-        finally:
-            over.set()
-            with suppress(Exception):  # of a stopped SparkContext: what the block raised says more
-                sc.removeJobTag(tag)
-                if not checked.done():
-                    sc.cancelJobsWithTag(tag)
-            thread.join(END_WAIT)
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
         bar: ProgressBar = vars(self._sc).setdefault("_spark_elastic_progress_bar", ProgressBar(self._sc))

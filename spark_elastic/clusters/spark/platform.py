@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -139,13 +139,6 @@ class SparkPlatform(ABC):
             slot=SlotSpec.from_config(self._config, address="", key=b"", attempt=0, imports=imports),
         )
         return self._probe(probe, number)
-
-    @contextmanager
-    def preflight_beside(self, *arguments: Any) -> Iterator[Callable[[], None]]:
-        """Run `preflight` while the block prepares the job. Before it launches, it calls the function that it is given,
-        which waits for the end of the preflight, and raises what that did."""
-        self.preflight(*arguments)
-        yield lambda: None
 
     def launch(self, job: JobSpec, listener: JobListener | None = None) -> LaunchResult:
         """Run the job to its end. Blocks. Raises JobFailed, JobCancelled: as `driver.job.supervise`."""

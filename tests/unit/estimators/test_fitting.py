@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,8 +118,7 @@ FRAMEWORK = fitting.Framework((), (), ".pt", None)  # type: ignore[arg-type]
 def train(rows: Rows, store: Store, transformation: Any = None) -> Any:
     objects = SimpleNamespace(transformation=transformation)
     wanted = request(store="memory://x", feature_cols=("x",), objects=objects)
-    given: Any = (None, rows, wanted, FRAMEWORK, store, "r", None, None, (), lambda: None)
-    return FitRun(*given).run()
+    return FitRun(None, rows, wanted, FRAMEWORK, store, "r", None, None).run()  # type: ignore[arg-type]
 
 
 def test_p7_checkpoints_stay_until_the_result_is_read(order: list[str]) -> None:
@@ -178,12 +177,10 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
     class OtherDriverEndsIt:
         master = "yarn"
 
-        @contextmanager
-        def preflight_beside(self, *given: Any) -> Iterator[Callable[[], None]]:
+        def preflight(self, *given: Any) -> None:
             logging.getLogger("spark_elastic.spark").info("what the preflight says")
             store.write_bytes(ended.model, b"w")
             ended.save(store, "r")
-            yield lambda: None
 
     @contextmanager
     def open_store(*given: Any) -> Iterator[Store]:

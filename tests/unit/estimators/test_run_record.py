@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
-from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import dataframe_rows
 from spark_elastic.estimators.dataframe_rows import DataFrameRows
@@ -17,7 +16,7 @@ from spark_elastic.estimators.dataframes.materialize import compare_digests
 from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.elastic_estimator import check_run_ids
 from spark_elastic.estimators.fit_rows import RunRecord, RunResult
-from spark_elastic.estimators.fitting import FinishedRun, _load_run
+from spark_elastic.estimators.fitting import _load_finished_run
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.types import Fence, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointStore
@@ -27,14 +26,6 @@ from tests.unit.estimators.requests import request as file_request
 
 ROWS = Manifest((Column("x", "float32"),), ("a",), RowGroups.of([RowGroup(0, 0, 48, 9)]), "f", "c0-48-ab")
 IDENTITY = {"model": "m", "loss": "l", WEIGHTS: "w"}
-
-
-def load(rows: Any, request: Any, store: Store, run_id: str) -> FinishedRun | None:
-    """As a fit looks at its run before it does anything else."""
-    record, run = _load_run(request, store, run_id)
-    if record is not None:
-        rows.check_same_rows(request, record, run_id)
-    return run
 
 
 def request(identity: dict[str, str] | None = None, **values: Any) -> FitRequest:
@@ -121,18 +112,18 @@ def test_r19_another_table_is_refused_whether_the_run_has_ended_or_not(
     if ended:
         RunResult("model.pt", "s", "d", 2, [], 48).save(store, "r")
     mine: Any = DataFrameRows("mine")  # type: ignore[arg-type]
-    assert (load(mine, wanted, store, "r") is not None) == ended
-    load(mine, wanted, store, "r")
+    assert (_load_finished_run(mine, wanted, store, "r") is not None) == ended
+    _load_finished_run(mine, wanted, store, "r")
     assert asked == ["mine"], "known to be the same, and asked again"
     with pytest.raises(InvalidInput, match=r"began with another table \(its rows have other values\): con"):
-        load(DataFrameRows("fold 2"), wanted, store, "r")  # type: ignore[arg-type]
+        _load_finished_run(DataFrameRows("fold 2"), wanted, store, "r")  # type: ignore[arg-type]
 
 
 def test_r19_a_run_of_files_refuses_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_memory_store()
     RunRecord.create(request(), "s3://bucket/files", ROWS, None).save(store, "r")
     with pytest.raises(InvalidInput, match="began on the files in s3://bucket/files"):
-        load(DataFrameRows(None), request(), store, "r")  # type: ignore[arg-type]
+        _load_finished_run(DataFrameRows(None), request(), store, "r")  # type: ignore[arg-type]
 
 
 def test_r19_a_run_refuses_fewer_epochs_than_it_has_trained() -> None:
@@ -143,11 +134,11 @@ def test_r19_a_run_refuses_fewer_epochs_than_it_has_trained() -> None:
     checkpoints = CheckpointStore(store, "r")
     checkpoints.publish(1, [checkpoints.write(Fence(1, 1), Position(2, Phase.TRAIN, 0), {})])
     for epochs in (2, 3):
-        assert load(rows, request(epochs=epochs), store, "r") is None
+        assert _load_finished_run(rows, request(epochs=epochs), store, "r") is None
     checkpoints.publish(1, [checkpoints.write(Fence(1, 2), Position(2, Phase.TRAIN, 1), {})])
-    assert load(rows, request(epochs=3), store, "r") is None
+    assert _load_finished_run(rows, request(epochs=3), store, "r") is None
     with pytest.raises(InvalidInput, match="run_id 'r' is in epoch 3 already and this fit wants 2 epochs"):
-        load(rows, request(epochs=2), store, "r")
+        _load_finished_run(rows, request(epochs=2), store, "r")
 
 
 def test_several_fits_do_not_share_a_run() -> None:

@@ -14,7 +14,7 @@ import pytest
 from py4j.protocol import Py4JError
 
 from spark_elastic.clusters.spark import classic
-from spark_elastic.clusters.spark.classic import PACKAGES, ClassicPlatform, ExecutorWatch, SparkLauncher
+from spark_elastic.clusters.spark.classic import PACKAGES, ExecutorWatch, SparkLauncher
 from spark_elastic.clusters.spark.host_facts import DESCRIPTION
 from spark_elastic.errors import InvalidInput, JobCancelled, PreflightError
 from spark_elastic.estimators.dataframes.materialize import _describe_source
@@ -254,42 +254,6 @@ def test_after_a_failure_packages_that_were_sent_stay_as_they_are(tmp_path: Path
     classic.ship(context)
     assert context.added == list(PACKAGES)
     assert written.count(PACKAGES[0]) == 1
-
-
-# ---- a preflight beside the preparation of its job
-
-
-@pytest.mark.parametrize("refused", [True, False])
-def test_where_the_preflight_or_what_goes_on_beside_it_fails_jobs_of_the_other_are_cancelled(
-    refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tags: set[str] = set()
-    cancelled: SimpleQueue[str] = SimpleQueue()
-    platform = object.__new__(ClassicPlatform)
-    platform._sc = SimpleNamespace(  # type: ignore[assignment]
-        addJobTag=tags.add, removeJobTag=tags.discard, cancelJobsWithTag=cancelled.put
-    )
-
-    def preflight(*given: Any) -> None:
-        if refused:
-            raise PreflightError("host h has no torch")
-        assert cancelled.get(timeout=30.0) in tags
-        raise JobCancelled("the job was cancelled while its hosts were probed.")
-
-    monkeypatch.setattr(platform, "preflight", preflight)
-
-    def prepare() -> None:
-        with platform.preflight_beside() as await_preflight:
-            if not refused:
-                raise InvalidInput("a row has NaN")
-            assert cancelled.get(timeout=30.0) in tags
-            with pytest.raises(PreflightError):
-                await_preflight()
-            raise RuntimeError("Job 3 cancelled")
-
-    with pytest.raises(PreflightError if refused else InvalidInput, match=r"no torch|NaN"):
-        prepare()
-    assert not tags
 
 
 # ---- what Spark's UI says of our jobs
