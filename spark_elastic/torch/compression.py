@@ -1,11 +1,4 @@
-"""Horovod's compressors: the public names of parts of `gradients.reduction`."""
+"""Horovod's compressors, which are those of `spark_elastic.keras.compression`."""
 
-from spark_elastic.gradients.reduction import (
-    BF16Compressor,
-    Compression,
-    Compressor,
-    FP16Compressor,
-    NoneCompressor,
-)
-
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
+from spark_elastic.keras.compression import *
+from spark_elastic.keras.compression import __all__ as __all__
