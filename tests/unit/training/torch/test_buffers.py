@@ -36,12 +36,14 @@ from tests.worlds import run_in_world
 SHARES = {1: [range(ROWS)], 2: [range(5), range(5, ROWS)], 3: [range(1), range(1, 6), range(6, ROWS)]}
 
 
-class Keeping(nn.Module):
-    """Keeps something of the rows that it has seen: `write` is called with the part, the rows and their numbers."""
+# From a module with a buffer `kept`, rows and their numbers to what the buffer holds then, be it the same tensor.
+Write = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 
-    def __init__(
-        self, **parts: tuple[torch.Tensor, Callable[[Any, torch.Tensor, torch.Tensor], None]]
-    ) -> None:
+
+class Keeping(nn.Module):
+    """Keeps something of the rows that it has seen, in a buffer of each of its parts."""
+
+    def __init__(self, **parts: tuple[torch.Tensor, Write]) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 3).double()
         for name, (value, write) in parts.items():
@@ -55,78 +57,59 @@ class Keeping(nn.Module):
         for part in self.children():
             if part is not self.layer:
                 with torch.no_grad():
-                    part.write(part, x, rows)  # type: ignore[operator]
+                    part.kept = part.write(part, x, rows)  # type: ignore[operator]
         return self.layer(x)  # type: ignore[no-any-return]
 
 
-def count_rows(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept += len(x)
+def count_rows(net: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    kept: torch.Tensor = net.kept.add_(len(x))
+    return kept
 
 
-def count_batches(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept += 1
-
-
-def fill_bank(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+def fill_bank(net: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     net.kept[rows] = x.mean(1).to(net.kept.dtype)
+    kept: torch.Tensor = net.kept
+    return kept
 
 
-def add_to_classes(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept.index_add_(0, rows % 3, x.sum(1))
-
-
-def average(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept = 0.9 * net.kept + 0.1 * x.mean(0)
-
-
-def turn(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept.lerp_(torch.complex(x[:, 0], x[:, 1]).mean()[None], 0.5)
-
-
-def find_largest(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept = torch.maximum(net.kept, x.amax(0))
-
-
-def find_least(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept = torch.minimum(net.kept, x.amin(0))
-
-
-def mark_seen(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept[rows] = True
-
-
-def grow_positions(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    if len(net.kept) <= int(rows.max()):
-        net.kept = torch.arange(float(rows.max()) + 1)
-
-
-def register_late(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+def register_late(net: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     if not hasattr(net, "shift"):
         net.register_buffer("shift", x.mean(0), persistent=False)
+    kept: torch.Tensor = net.kept
+    return kept
 
 
 WORLD = threading.local()  # its group, for code that exchanges rows
 
 
-def push_all(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
+def push_all(net: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     everyones = torch.from_numpy(np.concatenate(WORLD.group.allgatherv(x[:, :1].contiguous().numpy())))
-    net.kept = torch.cat([net.kept, everyones])[len(everyones) :]
+    return torch.cat([net.kept, everyones])[len(everyones) :]
 
 
-WRITES: dict[str, tuple[torch.Tensor, Any]] = {
+WRITES: dict[str, tuple[torch.Tensor, Write]] = {
     "rows": (torch.tensor(7), count_rows),
     "rows in floats": (torch.zeros(()), count_rows),
-    "batches": (torch.tensor(0), count_batches),
+    "batches": (torch.tensor(0), lambda net, x, rows: net.kept.add_(1)),
     "bank": (torch.full((ROWS,), -torch.inf), fill_bank),
     "bank of integers": (torch.full((ROWS,), 5, dtype=torch.int32), fill_bank),
-    "sums of classes": (torch.zeros(3).double(), add_to_classes),
-    "moving average": (torch.zeros(5).double(), average),
-    "complex": (torch.zeros(1, dtype=torch.complex128), turn),
-    "largest": (torch.zeros(5).double(), find_largest),
-    "least": (torch.zeros(5).double(), find_least),
+    "sums of classes": (
+        torch.zeros(3).double(),
+        lambda net, x, rows: net.kept.index_add_(0, rows % 3, x.sum(1)),
+    ),
+    "moving average": (torch.zeros(5).double(), lambda net, x, rows: 0.9 * net.kept + 0.1 * x.mean(0)),
+    "complex": (
+        torch.zeros(1, dtype=torch.complex128),
+        lambda net, x, rows: net.kept.lerp_(torch.complex(x[:, 0], x[:, 1]).mean()[None], 0.5),
+    ),
+    "largest": (torch.zeros(5).double(), lambda net, x, rows: torch.maximum(net.kept, x.amax(0))),
+    "least": (torch.zeros(5).double(), lambda net, x, rows: torch.minimum(net.kept, x.amin(0))),
     "queue of all rows": (torch.zeros(40, 1).double(), push_all),
-    "seen": (torch.zeros(ROWS, dtype=torch.bool), mark_seen),
-    "grown": (torch.arange(1.0), grow_positions),
+    "seen": (torch.zeros(ROWS, dtype=torch.bool), lambda net, x, rows: net.kept.index_fill_(0, rows, True)),
+    "grown": (
+        torch.arange(1.0),
+        lambda net, x, rows: torch.arange(max(float(len(net.kept)), float(rows.max()) + 1)),
+    ),
     "registered": (torch.zeros(1), register_late),
 }
 
@@ -152,27 +135,27 @@ def test_p2_all_ranks_hold_the_buffers_of_one_process() -> None:
                 torch.testing.assert_close(value, alone[name], rtol=1e-6, atol=1e-9, msg=name)
 
 
-def push(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept = torch.cat([net.kept, x[:, :1]])[len(x) :]
-
-
-def average_sums(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept.mul_(0.9).index_add_(0, rows % 3, 0.1 * x.sum(1))
-
-
-def append(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-    net.kept = torch.cat([net.kept, x[:, :1]])
-
-
 LOST = "buffer 'part.kept' of the model depends on all rows of a step in a way"
 
 
 @pytest.mark.parametrize(
     ("value", "write", "says"),
     [
-        (torch.zeros(40, 1).double(), push, LOST),
-        (torch.ones(3).double(), average_sums, LOST),
-        (torch.zeros(0, 1).double(), append, r"shapes \(torch.float64 \[1, 1\] on rank 0; .* on rank 2\)"),
+        (
+            torch.zeros(40, 1).double(),
+            lambda net, x, rows: torch.cat([net.kept, x[:, :1]])[len(x) :],
+            LOST,
+        ),
+        (
+            torch.ones(3).double(),
+            lambda net, x, rows: net.kept.mul_(0.9).index_add_(0, rows % 3, 0.1 * x.sum(1)),
+            LOST,
+        ),
+        (
+            torch.zeros(0, 1).double(),
+            lambda net, x, rows: torch.cat([net.kept, x[:, :1]]),
+            r"shapes \(torch.float64 \[1, 1\] on rank 0; .* on rank 2\)",
+        ),
     ],
 )
 def test_a_buffer_that_ranks_cannot_bring_together_is_named(value: Any, write: Any, says: str) -> None:
@@ -184,9 +167,7 @@ def test_a_buffer_that_ranks_cannot_bring_together_is_named(value: Any, write: A
 
 
 def test_statistics_of_an_own_layer_are_averaged_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    def track(net: Any, x: torch.Tensor, rows: torch.Tensor) -> None:
-        net.kept = 0.9 * net.kept + 0.1 * x.var(0)
-
+    track: Write = lambda net, x, rows: 0.9 * net.kept + 0.1 * x.var(0)  # noqa: E731
     with caplog.at_level(logging.WARNING, "spark_elastic"):
         found = find_buffers(Keeping(part=(torch.ones(5).double(), track)), 2)
     assert torch.equal(found[0]["part.kept"], found[1]["part.kept"])
