@@ -15,7 +15,6 @@ engine alone in the same run.
 from __future__ import annotations
 
 import copy
-import math
 import os
 import statistics
 import tempfile
@@ -31,16 +30,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.parts.budget import Budget
 from benchmarks.parts.program import build_program, write_rows
 from benchmarks.parts.ranks import compare_figures
 from benchmarks.parts.report import Row
-from benchmarks.recovery import BATCH, ROWS, WORKERS, Killer, Ledger, SlowNet, recoveries
+from benchmarks.parts.trial import Trial, kill_one
+from benchmarks.recovery import BATCH, ROWS, WORKERS, SlowNet, recoveries
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.discovery import CombinedDiscovery
-from spark_elastic.driver.job import DriverOptions, supervise
-from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import INITIAL_VERSION, Limits
 from spark_elastic.runs.snapshot import build_snapshot
 from spark_elastic.training.torch.spec import TorchUserObjects
@@ -276,20 +272,15 @@ def measure_recovery(device: str, backend: str, kills: int) -> tuple[float, floa
         rows.mkdir()
         x, y = rng.normal(size=(ROWS, 20)).astype(np.float32), rng.normal(size=ROWS)
         write_rows(rows / "0.parquet", x, y, ROWS)
-        slow = folder / "slow"
-        slow.touch()
-        ledger = Ledger(folder / "ledger")
-        objects = TorchUserObjects(SlowNet(str(slow)), build_optimizer, (compute_loss,))
+        ledger = folder / "ledger"
+        objects = TorchUserObjects(SlowNet(str(ledger / "stop")), build_optimizer, (compute_loss,))
         config = {"batch_size": BATCH, "epochs": 20 * kills}
-        program = build_program(rows, objects, BATCH * WORKERS, WORKERS, str(ledger.folder), **config)
+        program = build_program(rows, objects, BATCH * WORKERS, WORKERS, str(ledger), **config)
         modules = ("torch", "benchmarks.gpu", simulated_nccl.__name__)
         launcher = DeviceLauncher(device, program, preload=modules, room=WORKERS, spare_after=0.0)
         limits = Limits(WORKERS, 1, WORKERS, gather_timeout=60.0, max_global_batch=BATCH * WORKERS)
-        killer = Killer("child", kills, ledger, slow, Budget(math.inf))
-        killer.start()
-        settings = ElasticConfig(failure_budget=kills + 10)
-        supervise(launcher, CombinedDiscovery(), DriverOptions(), limits, settings, "gpu", JobListener())
-        totals, _ = recoveries(ledger.read(), killer.kills)
+        trial = Trial(ledger, WORKERS, [kill_one] * kills)
+        totals, _ = recoveries(trial.play(launcher, limits, ElasticConfig(failure_budget=kills + 10)))
     return statistics.median(totals), max(totals)
 
 

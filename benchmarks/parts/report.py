@@ -58,8 +58,13 @@ def table(rows: Sequence[Row]) -> str:
 def as_json(name: str, rows: Sequence[Row]) -> str:
     """The record of a run."""
     lines = [{"case": r.case, "ours": r.ours, "peer": r.peer, "unit": r.unit, "ratio": r.ratio} for r in rows]
-    when = {"commit": find_commit(), "date": time.strftime("%Y-%m-%d")}
-    return json.dumps({"name": name, "machine": machine(), **when, "rows": lines}, indent=1) + "\n"
+    return json.dumps({**describe_record(name), "rows": lines}, indent=1) + "\n"
+
+
+def describe_record(name: str) -> dict[str, str]:
+    """What each record begins with."""
+    date = time.strftime("%Y-%m-%d")
+    return {"name": name, "machine": machine(), "commit": find_commit(), "date": date}
 
 
 def finish(name: str, rows: Sequence[Row], path: Path | None, keeps: bool = False) -> None:

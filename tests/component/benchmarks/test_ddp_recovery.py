@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parts.ddp_recovery import measure_recovery
+from benchmarks.parts.loop_recovery import measure_recovery
 
 pytestmark = [pytest.mark.native, pytest.mark.faults, pytest.mark.timeout(300)]
 
