@@ -1,6 +1,6 @@
 """Runs benchmarks by the name of their record: `python -m benchmarks.run NAME ...`.
 
-    python -m benchmarks.run memory row_order --record    writes the records in benchmarks/results
+    python -m benchmarks.run memory transform --record    writes the records in benchmarks/results
     python -m benchmarks.run allreduce --set rounds=3    with another setting: a parameter of the benchmark's `measure`
     python -m benchmarks.run allreduce --small    its smallest size, which shows that it runs
     python -m benchmarks.run torch_distributed --set "what=('commits',)" --record --keep    renews some rows of a record
@@ -57,11 +57,8 @@ CASES = {
     ),
     "loop_memory": Case("memory:measure_loops", small={"megabytes": 1024}),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}),
-    "packing": Case("packing:measure", small={"documents": 6000, **ONE_ROUND}),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}),
     "row_loader": Case("row_loader:measure", small={"rows": 20_003, "epochs": 1, **ONE_ROUND}),
-    "row_order": Case("row_order:measure", small={"millions": 0.01, **ONE_ROUND}),
-    "step_loss": Case("step_loss:measure", small={"rows": 4, "passes": (2,), **ONE_ROUND}),
     "torch_distributed": Case(
         "torch_distributed:measure", small={"ranks": (2,), "layers": 4, "width": 32, "kills": 1, **ONE_ROUND}
     ),
