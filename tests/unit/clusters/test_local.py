@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,11 +74,8 @@ def test_only_names_of_this_machine_count_as_this_machine() -> None:
 
 def test_a_process_that_cannot_be_started_ends_its_slot_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else could tell: the driver would wait for that slot for ever."""
-
-    def fail(*given: object, **named: object) -> None:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(subprocess, "Popen", fail)
+    error = BlockingIOError(11, "Resource temporarily unavailable")
+    monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=error))
     posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
     hosts = HostSlots({"localhost": 1})
     launcher = LocalLauncher(None, hosts, SystemClock())

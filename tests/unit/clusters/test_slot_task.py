@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import cloudpickle
 import pytest
@@ -186,12 +187,10 @@ def test_a_stopped_context_counts_as_a_cancel_and_a_raise_does_not(text: str, ou
 
 def test_slots_that_cannot_be_started_since_the_jvm_is_gone_end_the_job() -> None:
     """Launched again and again, they would keep the driver waiting for `start_timeout`."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ConnectionRefusedError
-
     posted: list[Any] = []
-    thread = type("ThreadOfTheJvm", (threading.Thread,), {"__init__": refuse})
+    thread = type(
+        "ThreadOfTheJvm", (threading.Thread,), {"__init__": Mock(side_effect=ConnectionRefusedError)}
+    )
     context: Any = SimpleNamespace(_jsc=object())
     launcher = type("Launcher", (SparkLauncher,), {"thread_class": thread})(context, Any, SystemClock())
     ThreadPerSlotLauncher.start(launcher, SlotSpec(address="", key=b"", attempt=1), posted.append)

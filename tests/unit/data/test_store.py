@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import fsspec
 import pytest
@@ -52,8 +52,7 @@ class ManyPages(AsyncFileSystem):  # type: ignore[misc]
         self.removed += path.count("/") == 2
 
 
-def refuse(*_: object) -> None:
-    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+refuse = Mock(side_effect=OSError(errno.EOPNOTSUPP, "Operation not supported"))
 
 
 @pytest.fixture(params=["file", "mount of an object store", "memory", "no rename"])
@@ -93,9 +92,6 @@ def test_objects_are_written_read_and_listed_by_name(store: Store) -> None:
 
 
 def test_what_a_store_refuses_to_discard_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    def deny(path: str) -> None:
-        raise PermissionError("AccessDenied")
-
     store = make_memory_store()
     for name in ("a/b", "a/c/d", "e"):
         store.write_bytes(name, b"1")
@@ -103,7 +99,7 @@ def test_what_a_store_refuses_to_discard_is_a_warning(caplog: pytest.LogCaptureF
         store.discard(name)
     assert store.find() == []
     store.write_bytes("a/b", b"1")
-    store.filesystem.rm_file = deny
+    store.filesystem.rm_file = Mock(side_effect=PermissionError("AccessDenied"))
     store.discard("a")
     (line,) = caplog.messages
     assert line.startswith("Cannot delete 'a' in the store memory://")
@@ -143,10 +139,7 @@ def test_a_file_system_that_fails_is_not_taken_for_one_without_the_object(
     assert store.exists("a")
     assert not store.exists("b")
     assert not store.exists("a/b")
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
+    fail = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", fail)
         patch.setattr(os.path, "exists", fail)
@@ -302,11 +295,7 @@ def test_a_power_cut_loses_no_name_of_an_object_and_no_folder(
 def test_a_failed_write_leaves_the_old_object_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(str(tmp_path))
     store.write_bytes("x", b"old")
-
-    def raise_full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", raise_full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(StoreError, match="No space left"):
         store.write_bytes("x", b"new")
     assert store.read_bytes("x") == b"old"

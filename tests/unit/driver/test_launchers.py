@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -59,13 +60,10 @@ def test_the_end_of_a_slot_is_posted_with_its_launch() -> None:
     assert slots.cancels == 0
 
 
-def refuse(*_: object, **__: object) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 @pytest.mark.parametrize("fails", ["run_slot", "start", "__init__"])  # that of Spark's threads asks the JVM
 def test_a_slot_that_could_not_be_started_ends_with_the_error(fails: str) -> None:
     """The driver launches it again."""
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
     parts = {"thread_class": type("FullProcess", (threading.Thread,), {fails: refuse})}
     slots = type("FailingSlots", (Slots,), {fails: refuse} if fails == "run_slot" else parts)()
     assert wait_for_end(slots, 2).reason == "it could not be started: RuntimeError: can't start new thread"

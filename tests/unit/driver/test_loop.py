@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -112,14 +113,8 @@ def test_ticks_are_taken_although_the_queue_is_never_empty() -> None:
 
 
 def test_an_exception_in_a_command_ends_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    inbox: EventQueue = EventQueue()
-
-    def raise_error(command: DriverCommand) -> None:
-        raise RuntimeError("no room")
-
-    loop = DriverLoop(
-        driver_machine.initial(Limits(1, 1, 1), 1), inbox, raise_error, SystemClock(), Journal()
-    )
+    inbox, fail = EventQueue(), Mock(side_effect=RuntimeError("no room"))
+    loop = DriverLoop(driver_machine.initial(Limits(1, 1, 1), 1), inbox, fail, SystemClock(), Journal())
     loop.start()
     end = loop.wait(5)
     inbox.put(CancelRequested(0.0, "too late"))

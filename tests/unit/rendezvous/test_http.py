@@ -6,6 +6,7 @@ import dataclasses
 import resource
 from collections.abc import Sequence
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -139,14 +140,13 @@ class StatusClient:
         self.made = 0
         kinds = {"": "text/html", "data": "application/json", "metrics": "text/plain"}
         pages = {name: Page(kind, self._make) for name, kind in kinds.items()}
-        self.status_app = StatusApp({**pages, "broken": Page("text/plain", self._break)}, self.clock)
+        self.status_app = StatusApp(
+            {**pages, "broken": Page("text/plain", Mock(side_effect=RuntimeError("defect")))}, self.clock
+        )
 
     def _make(self) -> bytes:
         self.made += 1
         return b"made"
-
-    def _break(self) -> bytes:
-        raise RuntimeError("defect")
 
     def ask(
         self, path: str, query: str = "", headers: Sequence[tuple[str, str]] = (), method: str = "GET"

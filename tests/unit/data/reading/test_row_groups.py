@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -137,9 +138,7 @@ def test_a_fetch_goes_before_a_prefetch(fetched: int) -> None:
 
 
 def test_a_failed_decoding_lets_the_next_one_start(cache: Cache) -> None:
-    def fail(group: int) -> ColumnArrays:
-        raise StoreError("the disk is gone")
-
+    fail = Mock(side_effect=StoreError("the disk is gone"))
     with pytest.raises(StoreError, match="disk is gone"):
         cache.groups.prefetch(0, fail)
     with pytest.raises(StoreError, match="disk is gone"):
@@ -228,10 +227,7 @@ def test_the_cache_ends_where_a_quarter_of_the_memory_is_left(caplog: Any) -> No
 
 
 def test_a_fixed_cache_size_does_not_measure_memory() -> None:
-    def measure_room() -> Any:
-        raise AssertionError("asked")
-
-    groups = RowGroupCache(DEFAULT_CACHE_BYTES, measure_room)
+    groups = RowGroupCache(DEFAULT_CACHE_BYTES, Mock(side_effect=AssertionError("asked")))
     for number in range(6):
         groups.fetch(number, group)
     assert len(groups) == DEFAULT_CACHE_BYTES // (32 * MB)
