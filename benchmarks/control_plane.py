@@ -32,17 +32,17 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from benchmarks.parts.ranks import run_ranks
 from benchmarks.parts.report import Row
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, EventQueue, execute
-from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.events import DriverEvent
-from spark_elastic.protocol.types import Limits, SlotSpec, heartbeat_interval
+from spark_elastic.protocol.types import Limits, heartbeat_interval
 from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 
@@ -58,19 +58,6 @@ CONTEXT = mp.get_context("spawn")
 
 
 # ---- the driver's process
-
-
-class NoLauncher:
-    """The clients come by themselves."""
-
-    def start(self, spec: SlotSpec, post: Post) -> None:
-        """Nothing."""
-
-    def launch(self, job: int) -> None:
-        """Nothing."""
-
-    def close(self, timeout: float) -> list[str]:
-        return []
 
 
 def choose_cores(place: int) -> set[int]:
@@ -96,7 +83,7 @@ def drive(pipe: Connection, size: int) -> None:
     pace = partial(heartbeat_interval, LEASE)
     callbacks = ServerCallbacks(post, lambda lines: None, heartbeat_interval=pace)
     with RendezvousServer(KEY, 1, callbacks, clock) as server:
-        effects = partial(execute, server, NoLauncher(), lambda kept: None)
+        effects = partial(execute, server, Mock(), lambda kept: None)  # the clients come by themselves
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects, clock, Journal())
         loop.start()
         pipe.send(server.address)
@@ -297,9 +284,8 @@ def be_agents(pipe: Connection, process: int, processes: int, port: int, size: i
 
 def exponent(points: Sequence[tuple[int, float]]) -> float:
     """b of the least-squares line log t = a + b log n."""
-    logs = [(math.log(n), math.log(t)) for n, t in points]
-    x, y = statistics.fmean(a for a, _ in logs), statistics.fmean(b for _, b in logs)
-    return sum((a - x) * (b - y) for a, b in logs) / sum((a - x) ** 2 for a, _ in logs)
+    sizes, times = (list(map(math.log, values)) for values in zip(*points, strict=True))
+    return statistics.linear_regression(sizes, times).slope
 
 
 def make_cpu_rows(what: str, size: int, took: Took) -> list[Row]:

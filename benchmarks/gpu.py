@@ -20,7 +20,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,12 +174,6 @@ def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def autocast(case: Case, device: torch.device) -> AbstractContextManager[Any]:
-    if case.precision is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
-
-
 class Ours:
     """The estimator's training, epoch by epoch, in this process."""
 
@@ -242,7 +235,7 @@ class Plain:
             y = self._y[rows].to(self._device, non_blocking=True)
             x = x if x.is_floating_point() else x.to(torch.int64)
             self._optimizer.zero_grad()
-            with autocast(case, self._device):
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=case.precision is not None):
                 output = self._model(x)
             loss_fn(output.float(), y).backward()
             self._optimizer.step()

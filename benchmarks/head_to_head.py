@@ -99,10 +99,8 @@ class Run:
 
     def _cause(self, event: Event) -> None:
         launcher = self._launcher
-        if event.what == "add_host":
-            launcher.add_host(event.host)
-        elif event.what == "remove_host":
-            launcher.remove_host(event.host)
+        if event.what in ("add_host", "remove_host"):
+            getattr(launcher, event.what)(event.host)
         elif event.what == "kill_driver":
             launcher.kill_driver()
         elif event.what == "continue":
@@ -151,9 +149,7 @@ class Run:
         )
 
     def _has_finished(self) -> bool:
-        if (self._launcher.folder / "weights.pt").exists():
-            return True
-        return self._launcher.has_ended()
+        return (self._launcher.folder / "weights.pt").exists() or self._launcher.has_ended()
 
 
 def measure_distance(folder: Path, reference: Path) -> float | None:

@@ -99,16 +99,14 @@ def recoveries(trial: Trial) -> tuple[list[float], dict[str, list[float]]]:
     return totals, parts
 
 
-def kill_in_a_fit(
-    spark: Any, kind: str, kills: int, folder: Path
-) -> tuple[list[float], dict[str, list[float]]]:
+def kill_in_a_fit(kind: str, kills: int, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
     from spark_elastic import ElasticTorchEstimator
+    from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session
 
     ledger = folder / "store" / "runs" / kind / "ledger"
     stop = str(ledger / "stop")
     generator = random.Random(1)
     rows = [([generator.random() for _ in range(20)], generator.random()) for _ in range(ROWS)]
-    df = spark.createDataFrame(rows, "x array<float>, y float")
     net = SlowNet(stop)
     estimator = ElasticTorchEstimator(
         model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.01), loss=lambda out, y: ((out[:, 0] - y) ** 2),
@@ -118,8 +116,12 @@ def kill_in_a_fit(
     )  # fmt: skip
     reported: list[float] = []
     trial = Trial(ledger, WORKERS, [partial(kill_and_watch, kind, reported)] * kills)
-    trial.start()
-    estimator.fit(df)
+    os.environ.update(cluster_environment(folder))
+    with StandaloneCluster(folder / f"cluster-{kind}") as cluster:
+        cluster.start_workers(WORKERS)
+        with start_session(cluster.url, executor_cores="1") as spark:
+            trial.start()
+            estimator.fit(spark.createDataFrame(rows, "x array<float>, y float"))
     totals, parts = recoveries(trial.finish())
     return totals, {REPORTED: reported, **parts}
 
@@ -169,19 +171,6 @@ def train_under_torchrun(log: Path) -> None:
             os.replace(f"{checkpoint}.new", checkpoint)
 
 
-def on_cluster(kind: str, kills: int, folder: Path) -> tuple[list[float], dict[str, list[float]]]:
-    from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session
-
-    os.environ.update(cluster_environment(folder))
-    with StandaloneCluster(folder / f"cluster-{kind}") as cluster:
-        cluster.start_workers(WORKERS)
-        spark = start_session(cluster.url, executor_cores="1")
-        try:
-            return kill_in_a_fit(spark, kind, kills, folder)
-        finally:
-            spark.stop()
-
-
 def measure(
     kills: int = 20, peer_kills: int = 3, local_sizes: tuple[int, ...] = (2, 4, 8, 16, 32)
 ) -> list[Row]:
@@ -189,7 +178,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         peer = statistics.median(torchrun(peer_kills, Path(temporary)))
         for kind in ("child", "executor"):
-            totals, parts = on_cluster(kind, kills, Path(temporary))
+            totals, parts = kill_in_a_fit(kind, kills, Path(temporary))
             p99 = sorted(totals)[min(len(totals) - 1, int(0.99 * len(totals)))]
             rows.append(Row(f"{kind} killed: p50 to the next step", statistics.median(totals), peer, "s"))
             rows.append(Row(f"{kind} killed: p99 to the next step", p99, peer, "s"))
