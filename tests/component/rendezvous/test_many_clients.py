@@ -21,7 +21,7 @@ from spark_elastic.rendezvous.routes import ServerCallbacks
 from spark_elastic.rendezvous.server import RendezvousServer
 
 WORKERS = 200
-ROUNDS = 3
+ROUNDS = 2
 KEY = b"many clients' key, 32 bytes long"
 
 
