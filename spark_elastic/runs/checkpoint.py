@@ -164,110 +164,6 @@ def _check(data: bytes, digest: str, name: str) -> None:
         raise StoreError(f"{name} is not what was written: its SHA-256 differs.")
 
 
-MakeParts = Callable[[], Mapping[str, bytes]]
-Report = Callable[[Checkpoint | None], object]
-"""Passes a written checkpoint to the driver, which publishes it unless it is too late; None: the store has no room."""
-
-
-class CheckpointWriter:
-    """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits. A
-    store that fails costs that checkpoint, never the training; of a row of failures only the first is a warning."""
-
-    def __init__(self, store: CheckpointStore, report: Report) -> None:
-        """report: called in the thread."""
-        self._store, self._report = store, report
-        self._changed = threading.Condition()  # guards the five fields below
-        self._waiting: tuple[Fence, Position, MakeParts] | None = None  # the checkpoint to write next
-        self._offered: tuple[Fence, Position] | None = None  # the last one; None: it failed, or there is none
-        # Whether it was offered again while it was not known to fail: at the end of a job nothing offers it once more.
-        self._offered_again = False
-        self._writing = self._closing = False
-        self._thread: threading.Thread | None = None  # `offer` starts it
-        self._failures = 0  # since the last checkpoint that was written; the thread's own
-
-    def offer(self, fence: Fence, position: Position, make_parts: MakeParts) -> None:
-        """Have a checkpoint written by the thread, unless it was offered before and does not fail. Returns at once."""
-        with self._changed:
-            self._offered_again = self._offered == (fence, position)
-            if self._offered_again:
-                return
-            self._offered = (fence, position)
-            self._waiting = (fence, position, make_parts)
-            self._changed.notify_all()
-        if self._thread is None:
-            self._start_thread()
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            # The process has as many threads as it may: the next checkpoint tries again
-            log.warning("checkpoint not written: %s", error)
-            with self._changed:
-                self._offered = self._waiting = None
-            return
-        self._thread = thread
-
-    def flush(self) -> None:
-        """Wait until everything offered is written and reported or has failed, up to FLUSH_TIMEOUT for a slow store."""
-        for number in range(1, int(FLUSH_TIMEOUT / WARN_INTERVAL) + 1):
-            with self._changed:
-                if self._changed.wait_for(lambda: self._waiting is None and not self._writing, WARN_INTERVAL):
-                    return
-            log.warning("the last checkpoint is still being written, after %g s.", number * WARN_INTERVAL)
-        log.error("the last checkpoint is given up: the store does not answer; the one before it stays.")
-
-    def close(self) -> None:
-        """Write the checkpoint that waits, and end the thread."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting is not None)
-                task, self._waiting = self._waiting, None
-                self._writing = task is not None
-            if task is None:
-                return
-            succeeded = self._try_to_write(*task)
-            with self._changed:
-                self._writing = False
-                if not succeeded and self._offered == task[:2]:  # so none waits
-                    again, self._offered_again = self._offered_again, False
-                    self._offered, self._waiting = (task[:2], task) if again else (None, None)
-                self._changed.notify_all()
-
-    def _try_to_write(self, fence: Fence, position: Position, make_parts: MakeParts) -> bool:
-        try:
-            self._write(fence, position, make_parts)
-            return True
-        except ElasticError as error:
-            self._failures += 1
-            level = logging.WARNING if self._failures == 1 else logging.DEBUG
-            log.log(level, "checkpoint at %s not written: %s", format_position(position), error)
-        except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
-            log.exception("checkpoint at %s not written", format_position(position))
-        return False
-
-    def _write(self, fence: Fence, position: Position, make_parts: MakeParts) -> None:
-        try:
-            written = self._store.write(fence, position, make_parts())
-        except StoreFull as error:
-            self._report(None)
-            raise StoreFull(
-                f"{error} The driver deletes the oldest checkpoint to make room, but never the newest."
-            ) from error
-        self._report(written)
-        if self._failures:
-            log.warning("checkpoints are written again, after %d that failed.", self._failures)
-            self._failures = 0
-
-
 @dataclass(frozen=True)
 class CheckpointPolicy:
     """When a checkpoint is due: after so many steps or seconds, whichever comes first."""
@@ -319,18 +215,35 @@ class SnapshotReader:
         self._cached = None
 
 
+Report = Callable[[Checkpoint | None], object]
+"""Passes a written checkpoint to the driver, which publishes it unless it is too late; None: the store has no room."""
+
+
 class Checkpointer:
-    """Writes snapshots of one training process, on rank 0 alone, as checkpoints. Training thread only.
+    """Writes snapshots of one training process, on rank 0 alone, as checkpoints. The training thread calls it.
 
     A snapshot that `build_pending` has built waits until its step is final (R1, finalized steps): from then on the step
-    is part of the history of every survivor, and `write_pending` passes the snapshot to the writer's thread."""
+    is part of the history of every survivor, and `write_pending` offers the snapshot to a thread that writes it. One
+    checkpoint is in flight at a time, and a newer one replaces one that still waits. A store that fails costs that
+    checkpoint, never the training; of a row of failures only the first is a warning."""
 
-    def __init__(self, store: Store, due: CheckpointPolicy, clock: Clock, codec: Codec, tell: Report) -> None:
+    def __init__(
+        self, store: Store, due: CheckpointPolicy, clock: Clock, codec: Codec, report: Report
+    ) -> None:
+        """report: called in the thread."""
         self.stall_seconds = 0.0  # for which checkpoints have held up the training thread
         self._due, self._clock, self._codec = due, clock, codec
+        self._store, self._report = CheckpointStore(store, due.run_id), report
         self._last, self._steps = clock.now(), 0  # when the last checkpoint was due, and steps since then
-        self._writer = CheckpointWriter(CheckpointStore(store, due.run_id), tell)
         self._pending: Snapshot | None = None  # a snapshot whose step is not finalized yet
+        self._changed = threading.Condition()  # guards the five fields below
+        self._waiting: tuple[Fence, Snapshot] | None = None  # the checkpoint to write next
+        self._offered: tuple[Fence, Position] | None = None  # the last one; None: it failed, or there is none
+        # Whether it was offered again while it was not known to fail: at the end of a job nothing offers it once more.
+        self._offered_again = False
+        self._writing = self._closing = False
+        self._thread: threading.Thread | None = None  # `offer` starts it
+        self._failures = 0  # since the last checkpoint that was written; the thread's own
 
     def count_step(self) -> bool:
         """Count a step. True if a checkpoint is due; the counts then begin again."""
@@ -365,16 +278,90 @@ class Checkpointer:
         self._pending = None
 
     def offer(self, fence: Fence, snapshot: Snapshot) -> None:
-        """Pass a snapshot, which must not change any more, to the writer's thread: see `CheckpointWriter.offer`."""
-        self._writer.offer(
-            fence,
-            snapshot.position,
-            lambda: {VALUES: self._codec.dumps(snapshot.values), MEMORY: snapshot.memory.tobytes()},
-        )
+        """Have the thread write a snapshot, which must not change any more, unless one of that position was offered
+        before and does not fail. Returns at once."""
+        place = fence, snapshot.position
+        with self._changed:
+            self._offered_again = self._offered == place
+            if self._offered_again:
+                return
+            self._offered, self._waiting = place, (fence, snapshot)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The process has as many threads as it may: the next checkpoint tries again
+            log.warning("checkpoint not written: %s", error)
+            with self._changed:
+                self._offered = self._waiting = None
+            return
+        self._thread = thread
 
     def flush(self) -> None:
-        """Wait until everything offered was written or has failed. Called where all ranks stop for good."""
-        self._writer.flush()
+        """Wait until everything offered is written and reported or has failed, up to FLUSH_TIMEOUT for a slow store.
+        Called where all ranks stop for good."""
+        for number in range(1, int(FLUSH_TIMEOUT / WARN_INTERVAL) + 1):
+            with self._changed:
+                if self._changed.wait_for(lambda: self._waiting is None and not self._writing, WARN_INTERVAL):
+                    return
+            log.warning("the last checkpoint is still being written, after %g s.", number * WARN_INTERVAL)
+        log.error("the last checkpoint is given up: the store does not answer; the one before it stays.")
 
     def close(self) -> None:
-        self._writer.close()
+        """Write the checkpoint that waits, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._waiting is not None)
+                task, self._waiting = self._waiting, None
+                self._writing = task is not None
+            if task is None:
+                return
+            fence, snapshot = task
+            succeeded = self._try_to_write(fence, snapshot)
+            with self._changed:
+                self._writing = False
+                if not succeeded and self._offered == (fence, snapshot.position):  # so none waits
+                    again, self._offered_again = self._offered_again, False
+                    self._offered, self._waiting = (self._offered, task) if again else (None, None)
+                self._changed.notify_all()
+
+    def _try_to_write(self, fence: Fence, snapshot: Snapshot) -> bool:
+        where = format_position(snapshot.position)
+        try:
+            self._write(fence, snapshot)
+            return True
+        except ElasticError as error:
+            self._failures += 1
+            level = logging.WARNING if self._failures == 1 else logging.DEBUG
+            log.log(level, "checkpoint at %s not written: %s", where, error)
+        except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
+            log.exception("checkpoint at %s not written", where)
+        return False
+
+    def _write(self, fence: Fence, snapshot: Snapshot) -> None:
+        parts = {VALUES: self._codec.dumps(snapshot.values), MEMORY: snapshot.memory.tobytes()}
+        try:
+            written = self._store.write(fence, snapshot.position, parts)
+        except StoreFull as error:
+            self._report(None)
+            raise StoreFull(
+                f"{error} The driver deletes the oldest checkpoint to make room, but never the newest."
+            ) from error
+        self._report(written)
+        if self._failures:
+            log.warning("checkpoints are written again, after %d that failed.", self._failures)
+            self._failures = 0

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
@@ -25,8 +26,14 @@ from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import CheckpointStoreFull, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.runs import owned_run
-from spark_elastic.runs.checkpoint import CheckpointStore, CheckpointWriter, format_checkpoint_name
+from spark_elastic.runs.checkpoint import (
+    Checkpointer,
+    CheckpointPolicy,
+    CheckpointStore,
+    format_checkpoint_name,
+)
 from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.snapshot import PickleCodec, Snapshot
 from tests.memory_store import make_memory_store
 from tests.unit.protocol.driver_bench import Bench, name
 
@@ -34,6 +41,14 @@ from tests.unit.protocol.driver_bench import Bench, name
 @pytest.fixture(params=["folder", "objects"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return Store.open(str(tmp_path) if request.param == "folder" else f"memory://{uuid.uuid4().hex}")
+
+
+def make_checkpointer(store: Store, told: list[Any], codec: PickleCodec | None = None) -> Checkpointer:
+    return Checkpointer(store, CheckpointPolicy("r"), SystemClock(), codec or PickleCodec(), told.append)
+
+
+def make_snapshot(step: int) -> Snapshot:
+    return Snapshot(at(step), bytes(500), np.zeros(400, np.uint8))
 
 
 def at(step: int) -> Position:
@@ -255,22 +270,24 @@ def test_a_run_that_somebody_removed_is_not_said_to_be_another_drivers(store: St
 def test_a_newer_checkpoint_is_preferred(store: Store, fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     told: list[Checkpoint] = []
     free, busy = threading.Event(), threading.Event()
-    writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
 
-    def capture_slowly() -> dict[str, bytes]:
-        busy.set()
-        assert free.wait(20.0)
-        if fails:
-            raise MemoryError("no room for the bytes")
-        return {"a": b"1"}
+    class SlowCodec(PickleCodec):
+        def dumps(self, values: Any) -> bytes:
+            if not busy.is_set():
+                busy.set()
+                assert free.wait(20.0)
+                if fails:
+                    raise MemoryError("no room for the bytes")
+            return super().dumps(values)
 
+    checkpointer = make_checkpointer(store, told, SlowCodec())
     with caplog.at_level(logging.ERROR, "spark_elastic"):
-        writer.offer(Fence(1, 2), at(1), capture_slowly)
+        checkpointer.offer(Fence(1, 2), make_snapshot(1))
         assert busy.wait(20.0)
         for step in (2, 3):
-            writer.offer(Fence(1, 2), at(step), lambda step=step: {"a": b"%d" % step})  # type: ignore[misc]
+            checkpointer.offer(Fence(1, 2), make_snapshot(step))
         free.set()
-        writer.close()
+        checkpointer.close()
     assert [checkpoint.position.step for checkpoint in told] == ([3] if fails else [1, 3])
     assert ("no room for the bytes" in caplog.text) is fails
 
@@ -283,15 +300,15 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
     run = OwnedRun.acquire(store, "r")
     told: list[Checkpoint | None] = []
     with caplog.at_level(logging.WARNING, "spark_elastic"):
-        writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
+        checkpointer = make_checkpointer(store, told)
         for step in range(1, 12):
-            writer.offer(Fence(1, 1), at(step), lambda: {"values": bytes(500), "memory": bytes(400)})
-            writer.flush()
+            checkpointer.offer(Fence(1, 1), make_snapshot(step))
+            checkpointer.flush()
             answer, full = told[-1], CheckpointStoreFull(name(1), told.count(None))
             for command in bench.on(full if answer is None else CheckpointWritten(name(1), answer)):
                 assert isinstance(command, PublishCheckpoint)
                 run.publish_now(command.checkpoints)
-        writer.close()
+        checkpointer.close()
     published = CheckpointStore(store, "r").read_published()
     assert [each.position.step for each in published] == [11, 10]
     assert all(CheckpointStore(store, "r").read(each) for each in published)
@@ -307,12 +324,12 @@ def test_a_full_store_is_one_warning_and_no_half_checkpoint(caplog: pytest.LogCa
     store = make_memory_store()
     limit_room(store, 700)
     told: list[Checkpoint | None] = []
-    writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
+    checkpointer = make_checkpointer(store, told)
     with caplog.at_level(logging.WARNING, "spark_elastic"):
         for step in range(5):
-            writer.offer(Fence(1, 1), at(step), lambda: {"values": bytes(500), "memory": bytes(400)})
-            writer.flush()
-        writer.close()
+            checkpointer.offer(Fence(1, 1), make_snapshot(step))
+            checkpointer.flush()
+        checkpointer.close()
     assert told == [None] * 5
     assert len(caplog.records) == 1
     assert not store.find("runs/r")
