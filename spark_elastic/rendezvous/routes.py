@@ -22,8 +22,8 @@ from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, SlotId, WorkerId
 from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous import messages as wire
-from spark_elastic.rendezvous.connections import AnswerBody, LongPoll, Subject, Topic
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
+from spark_elastic.rendezvous.http_server import AnswerBody, LongPoll, Subject, Topic
 from spark_elastic.rendezvous.server_state import ServerState, name_generation_scope
 
 log = logging.getLogger("spark_elastic.rendezvous")
@@ -110,7 +110,7 @@ class Routes:
         if isinstance(message, messages.WorldFormed):
             self._refuse_stale(message.fence)
         self._receive(message)
-        return messages.Acknowledged(self._stop_reason(message))
+        return messages.Acknowledged()
 
     def _register(self, message: messages.RegisterSlot) -> messages.Admission:
         unfit = message.unfit or self._callbacks.admit(message.facts) or ""
@@ -120,7 +120,7 @@ class Routes:
 
     def _heartbeat(self, message: messages.Heartbeat) -> messages.HeartbeatReply:
         self._receive(message)
-        return messages.HeartbeatReply(self._compute_interval(), self._state.ended)
+        return messages.HeartbeatReply(self._compute_interval())
 
     def _compute_interval(self) -> float:
         return self._callbacks.heartbeat_interval(self._connections.slot_count)
@@ -155,16 +155,11 @@ class Routes:
         self._connections.mark_connected(_sender(message))
         self._callbacks.post(events.Received(self._clock.now(), message))
 
-    def _stop_reason(self, message: messages.SlotRequest[Any] | messages.WorkerRequest[Any]) -> str | None:
-        if isinstance(message, messages.WorkerRequest):
-            return self._state.get_stop_reason(message.worker)
-        return self._state.ended
-
     # ---- messages that the server answers by itself
 
     def _logs(self, message: wire.LogLines) -> messages.Acknowledged:
         self._callbacks.on_logs(message)
-        return messages.Acknowledged(self._state.ended)
+        return messages.Acknowledged()
 
     def _watch_slot(self, message: wire.WatchSlot) -> object:
         self._connections.mark_connected(_sender(message))
@@ -191,7 +186,7 @@ class Routes:
 
     def _report(self, message: wire.Report) -> messages.Acknowledged:
         self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
-        return messages.Acknowledged(self._stop_reason(message))
+        return messages.Acknowledged()
 
     def _find_addresses(self, message: wire.FindAddresses) -> object:
         self._connections.mark_connected(_sender(message))

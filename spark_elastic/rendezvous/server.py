@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Fence, MembershipVersion, SlotId, WorkerId, World
-from spark_elastic.rendezvous.connections import AnswerBody
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
-from spark_elastic.rendezvous.http_server import Bind, HttpServer, format_address, listen, listen_on_loopback
+from spark_elastic.rendezvous.http_server import (
+    AnswerBody,
+    Bind,
+    HttpServer,
+    format_address,
+    listen,
+    listen_on_loopback,
+)
 from spark_elastic.rendezvous.routes import Dispatcher, Routes, ServerCallbacks
 from spark_elastic.rendezvous.server_state import ServerState
 from spark_elastic.rendezvous.status_app import StatusApp

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, SlotId, WorkerId, World
-from spark_elastic.rendezvous.connections import Subject, Waiters
+from spark_elastic.rendezvous.http_server import Subject, Waiters
 from spark_elastic.rendezvous.messages import (
     CompareAndSet,
     Comparison,
