@@ -35,7 +35,7 @@ from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
 from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.logs import log_to_stream
 from spark_elastic.worker.devices import require_gpus
-from spark_elastic.worker.script import Module, Script
+from spark_elastic.worker.function_program import Module, Script
 
 LOCALHOST = "localhost"
 RunOptions: TypeAlias = SimpleNamespace  # the options of a command line, by their names; None: not given

@@ -54,8 +54,8 @@ from spark_elastic.runs.snapshot import (
     pickle_value,
 )
 from spark_elastic.worker.context import WorkerContext, get_context
+from spark_elastic.worker.function_program import DIST_ENV, DistEnv, exchange_dist_env
 from spark_elastic.worker.program import WorkerHandle
-from spark_elastic.worker.script import DIST_ENV, DistEnv, exchange_dist_env
 from spark_elastic.worker.session import get_group, mark_loop_begun, update_metrics
 
 PLAIN = ""  # key of the pickled values in a snapshot's values; no value of a state has such a name

@@ -101,8 +101,7 @@ def main(fds: ChildFds | None = None) -> int:
     spec = header.spec
     own = vars(codec.from_line(Activation, activation))
     me = WorkerIdentity.of_slot(header.identity, ports=spec.worker_port_range, **own)
-    pipe = (_detach_stdin(),)
-    threading.Thread(target=_exit_with_slot, args=pipe, name="spark-elastic-parent", daemon=True).start()
+    exit_with_stdin()
     if me.host_pid:
         host = (me.host_pid,)
         threading.Thread(target=exit_with_process, args=host, name="spark-elastic-host", daemon=True).start()
@@ -211,20 +210,25 @@ def find_tls_problem() -> str | None:
     return None
 
 
-def _detach_stdin() -> int:
-    """Returns a descriptor of the pipe from the slot; standard input is empty from now on. Else a process that
-    `multiprocessing` forks, which first closes `sys.stdin`, would wait for the lock of who reads from there."""
+def exit_with_stdin() -> None:
+    """End this process once the pipe on its standard input ends, with who has started it. Standard input itself is
+    empty from now on. Else a process that `multiprocessing` forks, which first closes `sys.stdin`, would wait for the
+    lock of who reads from there."""
     pipe = os.dup(0)
+    empty_stdin()
+
+    def wait() -> None:
+        while os.read(pipe, 1024):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="spark-elastic-parent", daemon=True).start()
+
+
+def empty_stdin() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return pipe
-
-
-def _exit_with_slot(pipe: int) -> None:
-    while os.read(pipe, 1024):
-        pass
-    os._exit(1)
 
 
 def exit_with_process(pid: int) -> None:

@@ -72,11 +72,10 @@ def main() -> None:
 def _detach_streams() -> socket.socket:
     """The slot's socket. The output of imports goes to a memory file; each forked process prints it again."""
     slot = socket.socket(fileno=_move_up(0))
-    null, output = os.open(os.devnull, os.O_RDONLY), os.memfd_create("elastic-output")
-    os.dup2(null, 0)
+    entry.empty_stdin()
+    output = os.memfd_create("elastic-output")
     for stream in (1, 2):
         os.dup2(output, stream)
-    os.close(null)
     os.close(output)
     return slot
 

@@ -33,9 +33,8 @@ from spark_elastic.protocol.types import Limits
 from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
 from spark_elastic.runs.owned_run import OwnedRun, check_name
 from spark_elastic.worker.context import get_context
-from spark_elastic.worker.function_program import FunctionProgram
+from spark_elastic.worker.function_program import FunctionProgram, Module, Script
 from spark_elastic.worker.program import decode_result
-from spark_elastic.worker.script import Module, Script
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.clusters.local.slot import LocalSlot
+from spark_elastic.clusters.local.launcher import LocalSlot
 from spark_elastic.config import ElasticConfig
 from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec, Table, heartbeat_interval
 from spark_elastic.rendezvous import codec

@@ -15,6 +15,7 @@ from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.worker import program as raised_module
+from spark_elastic.worker.function_program import Script
 from spark_elastic.worker.program import (
     LINE_AT_MOST,
     RESULT_AT_MOST,
@@ -25,7 +26,6 @@ from spark_elastic.worker.program import (
     encode_result,
     format_traceback,
 )
-from spark_elastic.worker.script import Script
 
 
 def catch(error: Exception) -> Exception:

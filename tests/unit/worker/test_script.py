@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.script import PORTS, Module, Script, find_free_port
+from spark_elastic.worker.function_program import PORTS, Module, Script, find_free_port
 
 
 @pytest.fixture(autouse=True)
