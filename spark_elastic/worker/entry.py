@@ -34,7 +34,7 @@ from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
-from spark_elastic.worker.imports import FOLLOWERS, import_early, import_followers
+from spark_elastic.worker.imports import import_early, import_followers
 from spark_elastic.worker.loop import BeginAgain, DriverWatch, GroupConnector, WorkerLoop
 from spark_elastic.worker.program import (
     Program,
@@ -155,7 +155,6 @@ def _load_program(payload: bytes, header: Header) -> tuple[Program | None, tuple
             context.files = header.identity.files
             if spec.commit_key is not None:
                 context.commit_keeper = CommitKeeper(spec.commit_key, spec.attempt, spec.orphan_timeout)
-            sys.modules.pop(FOLLOWERS["pyspark"], None)  # the fork server imported it without these files
             program: Program = cloudpickle.loads(payload)
             os.environ.update(getattr(program, "environment", {}))  # before preloaded modules read it
             _log_to_stderr(operations_from_env().log_level)
