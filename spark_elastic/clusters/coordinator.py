@@ -25,7 +25,7 @@ from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Launcher, Post
-from spark_elastic.errors import CoordinatorLost, InvalidInput, JobCancelled, JobFailed, NotEnoughWorkers
+from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers
 from spark_elastic.monitoring.listener import AsyncNotifier, JobListener
 from spark_elastic.monitoring.logs import LogEntry, emit_forwarded, forward_log, isolate_log_handlers
 from spark_elastic.monitoring.report import JobReport
@@ -107,19 +107,18 @@ class RemoteLauncher:
 class JobEnd:
     """How the job ended: with results, or with an error that the client raises."""
 
-    report: str | None = None  # JSON text of a `JobReport`; None: the error has none
+    report: JobReport | None = None  # None: the error has none
     results: tuple[str, ...] = ()  # what the workers returned, JSON text in rank order
     error: str = ""  # name of the class in `spark_elastic.errors`; "": none
     text: str = ""  # the error's message
 
     def unpack(self) -> LaunchResult:
         """The result of the launch. Raises the error."""
-        report = None if self.report is None else JobReport.from_json(self.report)
         if not self.error:
-            return LaunchResult(self.results, report or JobReport())
+            return LaunchResult(self.results, self.report or JobReport())
         error = getattr(errors, self.error, JobFailed)(self.text)
-        if report is not None:
-            error.report = report
+        if self.report is not None:
+            error.report = self.report
         raise error
 
 
@@ -169,11 +168,9 @@ class Coordinator:
         try:
             with forward_log(records.emit):
                 done = supervise(launcher, CombinedDiscovery(), options, *job)
-            end = JobEnd(done.report.to_json(), done.results)
+            end = JobEnd(done.report, done.results)
         except errors.ElasticError as error:
-            has_report = isinstance(error, JobFailed | JobCancelled) and error.report is not None
-            report = error.report.to_json() if has_report else None  # type: ignore[attr-defined]
-            end = JobEnd(report, error=type(error).__name__, text=str(error))
+            end = JobEnd(getattr(error, "report", None), error=type(error).__name__, text=str(error))
         except Exception:  # a defect of ours or of the machine, which would stay in this executor's log
             text = f"the coordinator of {self.name}, which ran in a task, failed:\n{traceback.format_exc()}"
             end = JobEnd(error=JobFailed.__name__, text=text)

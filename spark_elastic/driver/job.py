@@ -22,7 +22,7 @@ from spark_elastic.driver.job_monitor import JobMonitor, StallDetector
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, EventQueue, execute
 from spark_elastic.driver.ports import Discovery, Launcher
-from spark_elastic.driver.run_board import REPORT, STATUS, RunBoard
+from spark_elastic.driver.run_board import RunBoard, Shown
 from spark_elastic.errors import JobCancelled, JobFailed, StoreError
 from spark_elastic.monitoring.job_history import build_status, build_status_pages
 from spark_elastic.monitoring.listener import JobListener
@@ -126,9 +126,8 @@ def supervise(
     callbacks = ServerCallbacks(events.put, monitor.on_logs, options.check_host, monitor.on_report, interval)
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
 
-    def describe() -> dict[str, object]:
-        built = monitor.history.build_report()
-        return {STATUS: build_status(monitor.history, name), REPORT: built.to_json()}
+    def describe() -> Shown:
+        return Shown(build_status(monitor.history, name), monitor.history.build_report())
 
     board = None if run is None else RunBoard(run, describe, events.put, clock)
     publish = board.publish if board is not None else lambda kept: None

@@ -56,11 +56,11 @@ def make_scheduler(clock: FakeClock) -> GangScheduler:
 
 
 def test_the_end_of_the_coordinators_job_is_that_of_the_clients() -> None:
-    end = JobEnd(JobReport(3.0).to_json(), ("1", "2"))
+    end = JobEnd(JobReport(3.0), ("1", "2"))
     launched = codec.read(JobEnd, codec.to_plain(end)).unpack()
     assert (launched.results, launched.report.seconds) == (("1", "2"), 3.0)
     with pytest.raises(WorkerFailed, match="no such luck") as failed:
-        JobEnd(JobReport(seconds=3.0).to_json(), error="WorkerFailed", text="no such luck").unpack()
+        JobEnd(JobReport(seconds=3.0), error="WorkerFailed", text="no such luck").unpack()
     assert failed.value.report.seconds == 3.0
     with pytest.raises(JobFailed, match="of a later release"):
         JobEnd(error="Unknown", text="of a later release").unpack()

@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
-from spark_elastic.driver.run_board import RunBoard
+from spark_elastic.driver.run_board import RunBoard, Shown
 from spark_elastic.errors import JobCancelled, StoreError
 from spark_elastic.protocol.commands import PublishCheckpoint
 from spark_elastic.protocol.events import DriverEvent
@@ -213,7 +213,7 @@ def test_the_holder_publishes_and_deletes(store: Store) -> None:
     run = OwnedRun.acquire(store, "r")
     lost: list[DriverEvent] = []
     first, second = write_checkpoint(store, 1), write_checkpoint(store, 2)
-    with RunBoard(run, dict, lost.append, SystemClock()) as board:
+    with RunBoard(run, Shown, lost.append, SystemClock()) as board:
         board.publish((first,))
         board.publish((second,))
     assert not lost
@@ -250,7 +250,7 @@ def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(s
     old = OwnedRun.acquire(store, "r")
     lost: list[Any] = []
     assert OwnedRun.acquire(store, "r").attempt == 2
-    with RunBoard(old, dict, lost.append, SystemClock()) as board:
+    with RunBoard(old, Shown, lost.append, SystemClock()) as board:
         board.publish((write_checkpoint(store, 1),))
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
     (cancelled,) = lost
