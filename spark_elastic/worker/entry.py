@@ -240,12 +240,17 @@ def exit_with_process(pid: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # as the executor was: a loss, and no exit code of the program's
 
 
-def shut_down_connections() -> None:
+def shut_down_connections(*families: socket.AddressFamily) -> None:
+    """Break the connections of this process, of these families or all; both ends notice at once."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it listens, has no peer, or was closed meanwhile
+        with suppress(
+            OSError
+        ):  # it was closed meanwhile, or has no peer: one that listens must not be shut down
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    if not families or connection.family in families:
+                        connection.getpeername()
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def run(fds: ChildFds | None = None) -> NoReturn:
