@@ -33,8 +33,7 @@ from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.types import Limits, SlotSpec, heartbeat_interval
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.http_server import Bind, reserve_files
-from spark_elastic.rendezvous.routes import ServerCallbacks
-from spark_elastic.rendezvous.server import RendezvousServer
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from spark_elastic.rendezvous.status_app import StatusApp
 from spark_elastic.runs.owned_run import OwnedRun
 

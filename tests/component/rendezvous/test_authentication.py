@@ -19,7 +19,7 @@ from spark_elastic.rendezvous import auth, http1
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.http_server import Bind, ConnectionLimits, HttpServer, listen
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, REQUESTS, VERSION, WatchSlot, path_of
-from spark_elastic.rendezvous.routes import Dispatcher
+from spark_elastic.rendezvous.server import Dispatcher
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, RawClient, parse, read_all
 
 BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "state": ""}})
