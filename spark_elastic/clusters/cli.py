@@ -343,17 +343,10 @@ def _execute(options: RunOptions) -> None:
         got = f"{least} <= {number} <= {most}"
         raise InvalidInput(f"spark-elastic-run needs --min-np <= -np <= --max-np; got {got}.")
     environment = _make_environment(options)
-    named: dict[str, Any] = {
-        "num_workers": number,
-        "min_workers": options.min_np,
-        "max_workers": options.max_np,
-        "run_id": options.run_id,
-        "store": options.store,
-        "checkpoint_steps": options.checkpoint_steps,
-        "env": environment,
-        "preload": options.preload or None,
+    named = {
+        name: getattr(options, name) for name in ("min_np", "max_np", "run_id", "store", "checkpoint_steps")
     }
-    named = {name: value for name, value in named.items() if value is not None}
+    named |= {"np": number, "env": environment, "preload": options.preload or None}
     call = prepare(program, arguments, named, _make_config(options))
     hosts, clock = HostSlots(), SystemClock()
     config, limits = call.options.config, call.make_limits(number)

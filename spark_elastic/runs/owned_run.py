@@ -120,10 +120,11 @@ class OwnedRun:
         self._checkpoint_store.sweep(self.attempt, checkpoints)
 
 
-def check_name(run_id: object) -> None:
-    """Raises InvalidInput if `run_id` cannot be the name of a run."""
+def check_name(run_id: object) -> str:
+    """The name of a run. Raises InvalidInput if `run_id` cannot be one."""
     if not isinstance(run_id, str) or run_id in ("", ".", "..") or "/" in run_id:
         raise InvalidInput(f"run_id must be a name without slashes, other than '.' and '..'; got {run_id!r}.")
+    return run_id
 
 
 def acquire_attempt(store: Store, run_id: str) -> int:

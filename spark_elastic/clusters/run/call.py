@@ -356,11 +356,6 @@ def _to_stream(stream: Any) -> Any:
     return stream
 
 
-def _check_run_id(_: str, run_id: Any) -> str:
-    check_name(run_id)
-    return str(run_id)
-
-
 # What `run` takes beside settings -> its check.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_workers": COUNT,
@@ -371,7 +366,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "verbose": VERBOSE,
     "prefix_output_with_timestamp": FLAG,
     "preload": Check("names of modules, such as ['torch']", _to_modules),
-    "run_id": _check_run_id,
+    "run_id": lambda _, run_id: check_name(run_id),
     "store": lambda _, store: parse_store_url(store),
     "storage_options": lambda _, options: check_storage_options(options),
 }
