@@ -24,7 +24,7 @@ from spark_elastic.driver.loop import DriverLoop, EventQueue, execute
 from spark_elastic.driver.ports import Discovery, Launcher
 from spark_elastic.driver.run_board import RunBoard, Shown
 from spark_elastic.errors import JobCancelled, JobFailed, StoreError
-from spark_elastic.monitoring.job_history import build_status, build_status_pages
+from spark_elastic.monitoring.job_history import build_status_pages
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.logs import StoreLog, isolate_log_handlers
 from spark_elastic.monitoring.report import JobReport, WorldChange, save_page
@@ -126,7 +126,7 @@ def supervise(
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
 
     def describe() -> Shown:
-        return Shown(build_status(monitor.history, name), monitor.history.build_report())
+        return Shown(monitor.history.build_status(name), monitor.history.build_report())
 
     board = None if run is None else RunBoard(run, describe, events.put, clock)
     publish = board.publish if board is not None else lambda kept: None
@@ -171,7 +171,7 @@ def supervise(
         end = _await_end(loop)
     report = monitor.history.build_report()
     if board is not None:
-        board.show(end, None if status is None else save_page(build_status(monitor.history, name)))
+        board.show(end, None if status is None else save_page(monitor.history.build_status(name)))
     try:
         if end.outcome not in (JobOutcome.SUCCESS, JobOutcome.CANCELLED) and run is not None:
             with suppress(StoreError):
