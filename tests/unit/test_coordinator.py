@@ -13,10 +13,12 @@ from spark_elastic.clusters.coordinator import (
     CLIENT,
     COORDINATOR,
     MOST_IDLE,
+    ChannelEnd,
     ClientCall,
     Coordinator,
     CoordinatorClient,
     JobEnd,
+    StoreChannel,
     check_config,
     resume_after_coordinator_loss,
 )
@@ -27,7 +29,6 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.rendezvous import codec
-from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 

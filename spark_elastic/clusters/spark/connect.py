@@ -38,7 +38,6 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.logs import announce_phase
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
-from spark_elastic.runs.store_channel import ChannelEnd
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -115,20 +114,20 @@ class ConnectPlatform(SparkPlatform):
         folder, key = f"channels/{uuid.uuid4().hex}", secrets.token_bytes(32)
         own, other = coordinator.CLIENT, coordinator.COORDINATOR
         task = coordinator.Coordinator(
-            ChannelEnd(store, folder, key, other, own),
+            coordinator.ChannelEnd(store, folder, key, other, own),
             job.limits,
             coordinator.check_config(config),
             job.name,
             conf.is_ssl_enabled(self._settings),
             self._make_probe(job.needs).make_host_check(),
-            None if run is None else (run.run_id, run.attempt, run.checkpoints),
+            run,
         )
         attempt = FIRST_ATTEMPT if run is None else run.attempt
         commit_key = run.load_commit_key() if run is not None and config.keep_commits else None
         # The coordinator's address and certificate follow.
         known = {"key": key, "attempt": attempt, "job_name": job.name, "commit_key": commit_key}
         spec = SlotSpec.from_config(config, address="", **known)
-        end, clock = ChannelEnd(store, folder, key, own, other), RunningClock(self._clock)
+        end, clock = coordinator.ChannelEnd(store, folder, key, own, other), RunningClock(self._clock)
         client = coordinator.CoordinatorClient(end, spec, launcher, scheduler, listener, clock)
         try:
             towards = self._settings.get(conf.DRIVER_HOST)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.clusters.coordinator import ClientCall, RemoteLauncher
+from spark_elastic.clusters.coordinator import ChannelEnd, ClientCall, RemoteLauncher, StoreChannel
 from spark_elastic.driver.ports import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import SlotSpec
-from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 
