@@ -20,7 +20,7 @@ from spark_elastic import config as settings
 from spark_elastic.checks import COUNT, FLAG, TEXT, VERBOSE, Check, check_workers
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.coordinator import resume_after_coordinator_loss
-from spark_elastic.clusters.run import captures, early_imports
+from spark_elastic.clusters.run import user_code
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store, check_storage_options, parse_store_url
 from spark_elastic.driver.job import LaunchResult, make_limits
@@ -218,14 +218,14 @@ def prepare(
     if chosen.preload != ():
         code = inspect.unwrap(fn)
         if isinstance(code, Script | Module):
-            imports = early_imports.find_in_source(code.source, code.folder, code.package)
+            imports = user_code.find_in_source(code.source, code.folder, code.package)
         else:
-            imports = early_imports.find_in_function(code)
+            imports = user_code.find_in_function(code)
     store, conf = chosen.open_store(), chosen.config
     checkpoints = None
     if chosen.run_id is not None and store is not None:
         checkpoints = store, CheckpointPolicy(chosen.run_id, conf.checkpoint_steps, conf.checkpoint_seconds)
-    program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, checkpoints, imports)
+    program = FunctionProgram(fn, args, kwargs, chosen.env, user_code.dumps, checkpoints, imports)
     settings.check_environment({**os.environ, **chosen.env})
     return RunCall(program, chosen, chosen.preload or (), name)
 

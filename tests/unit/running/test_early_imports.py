@@ -11,7 +11,7 @@ import pytest
 from sklearn.linear_model import LinearRegression
 
 from spark_elastic.clusters.run.call import prepare
-from spark_elastic.clusters.run.early_imports import find_in_source
+from spark_elastic.clusters.run.user_code import find_in_source
 from spark_elastic.worker.imports import find_packages, list_early_imports
 
 SCRIPT = """
