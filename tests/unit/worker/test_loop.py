@@ -6,6 +6,7 @@ import asyncio
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -177,11 +178,7 @@ def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.Monke
 
 def test_r12_a_silent_driver_ends_the_worker_and_does_not_hide_an_exception_of_user_code() -> None:
     """The main thread, which waits for a world, may time out before the watching thread does."""
-
-    def ask(*what: Any) -> NextWorld:
-        raise DriverUnreachable("The driver does not answer.")
-
-    driver: Any = SimpleNamespace(ask=ask)
+    driver: Any = SimpleNamespace(ask=Mock(side_effect=DriverUnreachable("The driver does not answer.")))
     assert build_loop(SimpleNamespace(close=lambda: None), driver).run() == DRIVER_SILENT_EXIT_CODE
     raised = UserRaised(0.0, "f", "Traceback: the user's\n")
     assert build_loop(driver=driver)._advance(raised) == Exit("user code raised", 1)

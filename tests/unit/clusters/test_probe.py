@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import cloudpickle
 import pytest
@@ -66,11 +67,8 @@ def test_a_probe_checks_encryption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where OpenSSL is no library of the system the engine raises; Python may have its own, and HTTP speak TLS."""
     probe = Probe(encrypted=True)
     assert probe.report(0, cloudpickle.dumps(1)).fault is None
-
-    def refuse(*arguments: object, **named: object) -> None:
-        raise RuntimeError("TLS between workers needs OpenSSL, and there is none: install it on this host")
-
-    monkeypatch.setattr("spark_elastic.worker.entry.Endpoint", refuse)
+    refused = RuntimeError("TLS between workers needs OpenSSL, and there is none: install it on this host")
+    monkeypatch.setattr("spark_elastic.worker.entry.Endpoint", Mock(side_effect=refused))
     fault = probe.report(0, cloudpickle.dumps(1)).fault
     assert fault is not None
     assert fault.endswith("needs OpenSSL, and there is none: install it on this host, or set tls=False.")
@@ -106,10 +104,7 @@ def test_peers_that_reach_one_another_find_no_fault() -> None:
 
 
 def test_a_peer_that_cannot_be_dialled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any) -> None:
-        raise OSError("no route")
-
-    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=OSError("no route")))
     said = run_check(make_memory_store(), 2)
     assert any(address is not None and address.startswith("127.0.0.1:") for address in said)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,15 +19,18 @@ from spark_elastic.clusters.coordinator import (
     Coordinator,
     CoordinatorClient,
     JobEnd,
+    RemoteLauncher,
     StoreChannel,
     check_config,
     resume_after_coordinator_loss,
 )
 from spark_elastic.config import ElasticConfig
+from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
 from spark_elastic.errors import CoordinatorLost, InvalidInput, JobFailed, NotEnoughWorkers, WorkerFailed
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.report import JobReport
+from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.testing.fakes import FakeClock
@@ -51,9 +55,11 @@ def test_settings_of_the_clients_machine_are_refused_for_a_coordinator(setting: 
     assert (config.advertise_address, config.bind_address, config.lease) == (None, None, 7.0)
 
 
-def make_scheduler(clock: FakeClock) -> GangScheduler:
+def make_client(launcher: Any, clock: FakeClock, store: Store | None = None) -> CoordinatorClient:
     """Of the only job of its application."""
-    return GangScheduler(JobQueue(), "job", Limits(1, 1, 1), clock)
+    end = ChannelEnd(store or make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
+    turn = GangScheduler(JobQueue(), "job", Limits(1, 1, 1), clock)
+    return CoordinatorClient(end, SPEC, launcher, turn, JobListener(), clock)
 
 
 def test_the_end_of_the_coordinators_job_is_that_of_the_clients() -> None:
@@ -80,8 +86,7 @@ def test_a_silent_coordinator_has_a_deadline(taken: bool, error: type[Exception]
     launcher: Any = SimpleNamespace(
         start=lambda contact, post: began.set(), close=lambda timeout: closed.set() or []
     )
-    end = ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR)
-    client = CoordinatorClient(end, SPEC, launcher, make_scheduler(clock), JobListener(), clock)
+    client = make_client(launcher, clock, store)
     task = StoreChannel(ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT), [], lambda message: None, clock)
 
     def carry() -> str:
@@ -98,9 +103,7 @@ def test_a_silent_coordinator_has_a_deadline(taken: bool, error: type[Exception]
 
 
 def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("no port was free")
-
+    fail = Mock(side_effect=RuntimeError("no port was free"))
     monkeypatch.setattr("spark_elastic.clusters.coordinator.supervise", fail)
     store = make_memory_store()
     end = ChannelEnd(store, "m", b"key", COORDINATOR, CLIENT)
@@ -108,9 +111,7 @@ def test_a_failure_of_the_coordinators_own_reaches_its_client(monkeypatch: pytes
         end, Limits(1, 1, 1), ElasticConfig(), "job", encrypted=False, check_host=lambda facts: None, run=None
     )
     task.run_driver("127.0.0.1")
-    clock, launcher = FakeClock(), cast("Any", SimpleNamespace(close=lambda timeout: []))
-    end = ChannelEnd(store, "m", b"key", CLIENT, COORDINATOR)
-    client = CoordinatorClient(end, SPEC, launcher, make_scheduler(clock), JobListener(), clock)
+    client = make_client(SimpleNamespace(close=lambda timeout: []), FakeClock(), store)
     with pytest.raises(JobFailed, match=r"the coordinator of job, .*\n(.*\n)*RuntimeError: no port was free"):
         client.follow(lambda: "it has ended", ElasticConfig())
 
@@ -133,10 +134,9 @@ def test_a_run_resumes_as_long_as_it_advances(losses: int, advances: bool, ends:
 
 
 def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() -> None:
-    clock, launcher = FakeClock(), cast("Any", None)
-    turn = make_scheduler(clock)
-    end = ChannelEnd(make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
-    client = CoordinatorClient(end, SPEC, launcher, turn, JobListener(), clock)
+    clock = FakeClock()
+    client = make_client(None, clock)
+    turn = client._scheduler
     with turn.alive_lock, turn:
         client._call(ClientCall("scheduler", "finish_gathering", ()))
         client._call(ClientCall("scheduler", "report_shortage", (True,)))
@@ -157,12 +157,57 @@ def test_r17_the_clients_scheduler_gets_whether_the_coordinator_lacks_slots() ->
     ],
 )
 def test_p6_a_coordinator_has_only_listed_methods_called_with_their_types(call: ClientCall) -> None:
-    channel_end = ChannelEnd(make_memory_store(), "m", b"key", CLIENT, COORDINATOR)
     called: list[Any] = []
-    launcher: Any = SimpleNamespace(launch=called.append, close=called.append)
-    clock = FakeClock()
-    client = CoordinatorClient(channel_end, SPEC, launcher, make_scheduler(clock), JobListener(), clock)
+    client = make_client(SimpleNamespace(launch=called.append, close=called.append), FakeClock())
     client._call(codec.read(ClientCall, codec.to_plain(ClientCall("launcher", "launch", (3,)))))
     with pytest.raises((KeyError, ValueError)):
         client._call(codec.read(ClientCall, codec.to_plain(call)))
     assert called == [3]
+
+
+def test_requests_reach_the_client_and_its_events_the_driver() -> None:
+    store, clock = make_memory_store(), FakeClock()
+    requests: list[Any] = []
+    events: list[Any] = []
+    client = StoreChannel(
+        ChannelEnd(store, "m", b"key", "client", "task"), [ClientCall], requests.append, clock
+    )
+    launcher = RemoteLauncher(ChannelEnd(store, "m", b"key", "task", "client"), clock, 60.0)
+    launcher.start(SlotSpec(address="10.0.0.1:7", key=b"key", attempt=1), events.append)
+    launcher.launch(3)
+    for event in (
+        LaunchEnded(7.0, 3, "lost", False, True),
+        SlotsWanted(7.0, "others", True),
+        CancelRequested(7.0, "stop"),
+    ):
+        client.send(event)
+    client.poll()
+    assert launcher.close(20.0) == []  # returns once launch 3 has ended
+    launcher.channel.close(10.0)
+    client.poll()
+    started = ClientCall("client", "on_started", ("10.0.0.1:7", None))
+    assert requests == [started, ClientCall("launcher", "launch", (3,))]
+    assert events == [
+        LaunchEnded(clock.now(), 3, "lost", False, True),
+        SlotsWanted(clock.now(), "others", True),
+        CancelRequested(clock.now(), "stop"),
+    ]
+
+
+def test_a_silent_client_ends_the_job() -> None:
+    clock = FakeClock()
+    cancelled = threading.Event()
+    events: list[Any] = []
+
+    def post(event: Any) -> None:
+        events.append(event)
+        cancelled.set()
+
+    launcher = RemoteLauncher(ChannelEnd(make_memory_store(), "m", b"key", "task", "client"), clock, 60.0)
+    launcher.start(SlotSpec(address="10.0.0.1:7", key=b"key", attempt=1), post)
+    clock.advance(61)
+    assert cancelled.wait(20)
+    launcher.close(5.0)
+    launcher.channel.close(10.0)
+    assert [type(event) for event in events] == [CancelRequested]
+    assert "has sent nothing for 61 s" in events[0].reason

@@ -1,11 +1,13 @@
-"""How a job ends: its error has a class, the report and the reason, and an interrupt leaves nothing behind."""
+"""How a job ends, with a class of error, the report and the reason; and how its slots do, which have a thread each."""
 
 from __future__ import annotations
 
 import os
+import queue
 import re
 import socket
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,10 +16,11 @@ from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import HandleDiscovery, HostPoller, JobHandle
 from spark_elastic.driver.job import ERRORS, DriverOptions, LaunchResult, supervise, unpack_results
-from spark_elastic.driver.ports import Post
+from spark_elastic.driver.ports import Post, SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.errors import JobCancelled, JobFailed, NotEnoughWorkers, TimeLimitReached
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.commands import End, JobOutcome
+from spark_elastic.protocol.events import DriverEvent, LaunchEnded
 from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.runs.owned_run import OwnedRun
@@ -115,3 +118,66 @@ def test_r10_a_job_that_fails_after_its_run_was_taken_over_says_so_and_names_the
     with pytest.raises(JobCancelled, match=re.escape(by)) as lost:
         run_failing_job(OwnedRun(store, "mine", run.attempt, ()))
     assert lost.value.report is not None
+
+
+# ---- a thread for each slot, which posts the slot's end, and the cancelling of the rest
+
+
+class Slots(ThreadPerSlotLauncher):
+    """Slots that run until they are released, or cancelled for the second time."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock())
+        self.released = threading.Event()
+        self.cancels = 0
+        self.ignores_cancels = False
+        self.posted: queue.SimpleQueue[DriverEvent] = queue.SimpleQueue()
+        self.start(SlotSpec(address="", key=b"", attempt=1), self.posted.put)
+
+    def run_slot(self, launch: int) -> SlotOutcome:
+        assert self.released.wait(60.0)
+        return SlotOutcome("released", executor_lost=True)
+
+    def cancel(self) -> None:
+        self.cancels += 1
+        if self.cancels > 1 and not self.ignores_cancels:
+            self.released.set()
+
+
+def wait_for_end(slots: Slots, launch: int) -> LaunchEnded:
+    slots.launch(launch)
+    end = slots.posted.get(timeout=20.0)
+    assert isinstance(end, LaunchEnded)
+    assert end.launch == launch
+    return end
+
+
+def test_the_end_of_a_slot_is_posted_with_its_launch() -> None:
+    slots = Slots()
+    slots.released.set()
+    end = wait_for_end(slots, 7)
+    assert (end.reason, end.cancelled, end.executor_lost) == ("released", False, True)
+    assert slots.close(1.0) == []
+    assert slots.cancels == 0
+
+
+@pytest.mark.parametrize("fails", ["run_slot", "start", "__init__"])  # that of Spark's threads asks the JVM
+def test_a_slot_that_could_not_be_started_ends_with_the_error(fails: str) -> None:
+    """The driver launches it again."""
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
+    parts = {"thread_class": type("FullProcess", (threading.Thread,), {fails: refuse})}
+    slots = type("FailingSlots", (Slots,), {fails: refuse} if fails == "run_slot" else parts)()
+    assert wait_for_end(slots, 2).reason == "it could not be started: RuntimeError: can't start new thread"
+    assert slots.close(1.0) == []
+
+
+def test_close_cancels_running_slots_until_they_end_and_names_those_that_do_not() -> None:
+    slots, stuck = Slots(), Slots()
+    slots.launch(1)
+    assert slots.close(9.0 * slots.grace) == []
+    assert slots.cancels == 2
+    assert slots.posted.empty()
+    stuck.ignores_cancels = True
+    stuck.launch(3)
+    assert stuck.close(0.6) == ["slot launch 3"]
+    stuck.released.set()

@@ -1,4 +1,4 @@
-"""The host and the address of a slot job, and how it ended, read off Spark's own words."""
+"""The task of a slot: its host and address, the bytes that it gets, and how it ended, read off Spark's own words."""
 
 from __future__ import annotations
 
@@ -6,24 +6,37 @@ import os
 import platform
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import cloudpickle
 import pytest
+from py4j.protocol import Py4JJavaError
 
 import spark_elastic
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import host_facts as session
 from spark_elastic.clusters.spark import slot_task
 from spark_elastic.clusters.spark.classic import SparkLauncher
-from spark_elastic.clusters.spark.payload import InlinePayload
+from spark_elastic.clusters.spark.payload import (
+    INLINE_AT_MOST,
+    InlinePayload,
+    SplitPayload,
+    broadcast,
+    make_program_payload,
+)
 from spark_elastic.clusters.spark.settings import ExecutorMemory
 from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error, find_host
+from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import SlotOutcome, ThreadPerSlotLauncher
 from spark_elastic.errors import DriverUnreachable, InvalidInput
 from spark_elastic.protocol.types import SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
+from spark_elastic.runs.checkpoint import CheckpointPolicy
+from spark_elastic.worker.function_program import FunctionProgram
 
 ADDRESS = "10.0.0.7"
 
@@ -174,12 +187,10 @@ def test_a_stopped_context_counts_as_a_cancel_and_a_raise_does_not(text: str, ou
 
 def test_slots_that_cannot_be_started_since_the_jvm_is_gone_end_the_job() -> None:
     """Launched again and again, they would keep the driver waiting for `start_timeout`."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise ConnectionRefusedError
-
     posted: list[Any] = []
-    thread = type("ThreadOfTheJvm", (threading.Thread,), {"__init__": refuse})
+    thread = type(
+        "ThreadOfTheJvm", (threading.Thread,), {"__init__": Mock(side_effect=ConnectionRefusedError)}
+    )
     context: Any = SimpleNamespace(_jsc=object())
     launcher = type("Launcher", (SparkLauncher,), {"thread_class": thread})(context, Any, SystemClock())
     ThreadPerSlotLauncher.start(launcher, SlotSpec(address="", key=b"", attempt=1), posted.append)
@@ -199,3 +210,57 @@ def test_host_facts_are_those_of_this_process() -> None:
 def test_a_master_is_no_session(given: Any) -> None:
     with pytest.raises(InvalidInput, match=f"spark must be a SparkSession; got '{given}'"):
         session.get_session(given)
+
+
+# ---- bytes of tasks: with the plan where they are few, else as a file
+
+
+class Session:
+    """One that takes files."""
+
+    def __init__(self) -> None:
+        self.files: list[bytes] = []
+
+    def addArtifacts(self, path: str, file: bool) -> None:
+        assert file
+        self.files.append(Path(path).read_bytes())
+
+
+def test_the_file_of_a_program_holds_neither_environment_nor_store_options() -> None:
+    """Others may read it: it lies on the server and on executors until the session ends."""
+    session: Any = Session()
+    store = Store.open("memory://jobs", token="store-7f3a9c51e0")
+    policy, secrets = CheckpointPolicy("run", 1), ("env-7f3a9c51e0", "store-7f3a9c51e0")
+    many = bytes(INLINE_AT_MOST + 1)
+    token = {"TOKEN": secrets[0]}
+    program = FunctionProgram(len, (many,), environment=token, checkpoint_target=(store, policy))
+    carrier = make_program_payload(session, program)
+    (file,) = session.files
+    assert not [secret for secret in secrets if secret.encode() in file]
+    assert not [secret for secret in secrets if secret in repr(carrier)]
+    assert isinstance(carrier, SplitPayload)
+    carrier = replace(carrier, bulk=InlinePayload(file))  # as the executor reads it
+    loaded = cloudpickle.loads(carrier.value)
+    assert (loaded.environment, loaded.pickled_call) == (program.environment, program.pickled_call)
+    assert loaded._checkpoint_target[0].filesystem.storage_options == store.filesystem.storage_options
+
+
+@pytest.mark.parametrize(
+    ("java", "raised"),
+    [("java.lang.OutOfMemoryError: Java heap space", InvalidInput), ("java.io.IOException", Py4JJavaError)],
+)
+def test_a_broadcast_beyond_the_drivers_heap_is_an_error(java: str, raised: type[Exception]) -> None:
+    class FullContext:
+        def broadcast(self, content: bytes) -> None:
+            raise BroadcastError("calling", None)
+
+    class BroadcastError(Py4JJavaError):  # type: ignore[misc,unused-ignore]
+        def __init__(self, message: str, exception: Any) -> None:
+            Exception.__init__(self, message)
+
+        def __str__(self) -> str:
+            return java
+
+    context: Any = FullContext()
+    with pytest.raises(raised, match=r"spark\.driver\.memory to 1g|IOException"):
+        broadcast(context, b"many", "the program")

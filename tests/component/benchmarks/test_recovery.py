@@ -1,4 +1,4 @@
-"""Recovery by the size of the world, on real processes; the figures themselves are the benchmark's."""
+"""Recovery is measured on real processes; the figures themselves are the benchmark's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parts import regroup
-from benchmarks.parts.budget import Budget
+from benchmarks.parts.loop_recovery import measure_recovery
+from benchmarks.parts.trial import find_last, kill_one
 
 BUDGET = 5.0  # seconds; the benchmark's figures are a twentieth of it
 
@@ -16,21 +17,21 @@ BUDGET = 5.0  # seconds; the benchmark's figures are a twentieth of it
 @pytest.mark.parametrize("size", [2, 6])
 def test_survivors_of_a_kill_regroup_within_the_budget_at_any_world_size(size: int, tmp_path: Path) -> None:
     """A member is killed; the newcomer in its place costs the others no step."""
-    trial = regroup.play(tmp_path / "trial", size, [regroup.kill_one])
+    trial = regroup.play(tmp_path / "trial", size, [kill_one])
     ((moment, generation),) = trial.done
-    seconds, lines = regroup.find_event_after(trial, moment, generation, "runs")
-    assert seconds < BUDGET
+    assert find_last(trial, moment, generation, "runs") < BUDGET
     # A newcomer that is warm before the last survivor asks comes into the same world.
-    assert {line["size"] for line in lines} <= {size - 1, size}
+    assert {line["world"] for line in trial.lines()} <= {size - 1, size}
     assert regroup.count_broken(trial, {generation}) == size - 1
     assert regroup.count_broken(trial, {line["generation"] for line in trial.lines()} - {generation}) == 0
     (up,) = regroup.scale_ups(trial)
     assert up < BUDGET
 
 
-def test_what_a_spent_budget_leaves_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(Budget(60.0).take("abc", "cases")) == list("abc")
-    assert list(Budget(60.0).share(2).take("abc", "cases")) == list("abc")
-    assert not capsys.readouterr().out
-    assert list(Budget(-1.0).share(2).take("abc", "cases")) == ["a"]
-    assert capsys.readouterr().out == "left out after 0 s: 2 of 3 cases\n"
+@pytest.mark.native
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_a_ddp_loop_takes_its_next_step_within_the_budget_after_a_kill(tmp_path: Path) -> None:
+    beside_a_step, beyond_the_step, longest = measure_recovery(tmp_path, 2, 1)
+    assert 0 < beside_a_step.ours == longest.ours < 1000 * BUDGET
+    assert beyond_the_step.ours < beside_a_step.ours

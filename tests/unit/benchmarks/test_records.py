@@ -1,12 +1,80 @@
-"""What the ledgers of a run say, on ledgers that were written by hand."""
+"""Records and their tables, from runs and ledgers that were written by hand."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.parts.head_page import make_row, make_tables, spread
 from benchmarks.parts.history import Task, judge, read_lines
+from benchmarks.parts.report import Row, finish
+
+ROWS = [Row("kill a child", 0.05, 0.5), Row("alone", 12.0, unit="rows/s")]
+
+
+def test_a_record_is_printed_and_written_in_the_agreed_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "results" / "recovery.json"
+    finish("recovery", ROWS, path)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "case          ours  peer  unit    ratio",
+        "kill a child  0.05  0.5   s       0.1",
+        "alone         12    -     rows/s  -",
+    ]
+    record = json.loads(path.read_text())
+    assert set(record) == {"name", "machine", "commit", "date", "rows"}
+    assert re.fullmatch(r"([0-9a-f]{8,}\+?)?", record["commit"])
+    assert record["rows"] == [
+        {"case": "kill a child", "ours": 0.05, "peer": 0.5, "unit": "s", "ratio": 0.1},
+        {"case": "alone", "ours": 12.0, "peer": None, "unit": "rows/s", "ratio": None},
+    ]
+
+
+# ---- the page on the head to head
+
+
+def entry(peer: str, plan: str, repeat: int, **values: Any) -> dict[str, Any]:
+    run = {"peer": peer, "plan": plan, "repeat": repeat, "steps": 10, "startup": 2.0, "seconds": 10.0}
+    run |= {"missing": 0, "doubled": 0, "due": 1000, "rolled_back": 0, "stalls": [], "faults": []}
+    return run | {"finished": True, "distance": None} | values
+
+
+FAULTS: dict[str, Any] = {"faults": [4.0, 8.0]}
+LOSSES: dict[str, Any] = {"missing": 200, "stalls": [1.0, 3.0], "distance": 0.25}
+
+
+RECORD = {
+    "steps": 10,
+    "runs": [
+        entry("torchft", "none", 0),
+        entry("torchft", "kill", 0, seconds=16.0, **LOSSES, **FAULTS),
+        entry("torchft", "kill", 1, seconds=20.0, steps=7, finished=False, **FAULTS),
+    ],
+}
+
+
+def test_goodput_counts_due_rows_over_time_and_a_run_that_lost_rows_does_not_gain_by_it() -> None:
+    row = make_row(RECORD, "torchft", "kill")
+    assert row == "| torchft | 2 | 16.0 (16.0–20.0) | 0.500 | 0 (0–200) | 0 | 0 | 2.00 | 2.5e-01 |"
+
+
+def test_a_run_that_did_not_finish_is_named() -> None:
+    assert "torchft, run 2: did not finish; it reached 7 of 10 steps." in make_tables(RECORD)
+
+
+def test_spread_shows_the_range_only_where_it_reads_differently() -> None:
+    assert spread([1.01, 1.02], ".1f") == "1.0"
+    assert spread([3, 1, 2], "d") == "2 (1–3)"
+    assert spread([], "d") == "–"
+
+
+# ---- what the ledgers of a run say
+
 
 TASK = Task(rows=4, epochs=1, workers=2)
 
