@@ -23,7 +23,7 @@ from spark_elastic.worker.function_program import (
     make_torchrun_variables,
 )
 from tests.fake_group import FakeFabric
-from tests.unit.ops.workers import enter_group, use_context_per_thread
+from tests.worlds import enter_group, use_context_per_thread
 
 # What Horovod's `spark.run_elastic`, `spark.run` and `run` take beside function and arguments.
 HOROVOD = {
