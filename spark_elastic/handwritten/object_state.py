@@ -535,7 +535,7 @@ class WorkerSession:
 
     def wait_until_idle(self) -> None:
         """Wait until no other thread calls the group's collectives."""
-        _require_context().group_context.wait_until_idle()
+        _require_context().group_context.collective_thread.drain()
 
     def report_commit(self, commits: int) -> None:
         """Report that this worker now holds the state of `commits` commits."""

@@ -47,7 +47,7 @@ class OwnedRun:
 
     def check(self) -> None:
         """Raises JobCancelled if another driver owns the run, or the run was removed from the store."""
-        owner = self._find_owner()
+        owner = find_highest_attempt(self.store, self.run_id)
         if owner < self.attempt:
             raise JobCancelled(
                 f"run {self.run_id!r} was removed from the store {self.store.url} while this driver trained it: its "
@@ -75,7 +75,7 @@ class OwnedRun:
         store fails to delete one, it stays with all that follow, and a warning names them."""
         for number, name in enumerate(names):
             try:
-                if self._find_owner() != self.attempt:
+                if find_highest_attempt(self.store, self.run_id) != self.attempt:
                     return
                 if name:
                     self.store.remove_tree(name)
@@ -97,13 +97,10 @@ class OwnedRun:
     def mark_ended(self) -> None:
         """Record that this attempt's job has succeeded: the run counts as unfinished no more, until a later attempt."""
         try:
-            if self._find_owner() == self.attempt:
+            if find_highest_attempt(self.store, self.run_id) == self.attempt:
                 self.store.write_bytes(f"{get_attempts_folder(self.run_id)}/{self.attempt:06d}{ENDED}", b"{}")
         except StoreError as error:
             log.warning("%s The run counts as unfinished.", error)
-
-    def _find_owner(self) -> int:
-        return find_highest_attempt(self.store, self.run_id)
 
     def publish_now(self, checkpoints: CheckpointList) -> None:
         """Publish the list, then delete the checkpoints that it does not name. Blocks. Raises as `check`."""

@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 import warnings
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,12 +47,9 @@ class _InForkedProcess(BaseException):
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Request(AbstractContextManager["_Request"]):
     descriptors: tuple[int, ...]  # standard input and output of the new process, then its `ChildFds`
     reply: socket.socket  # to the slot, which cancels the request by closing its end
-
-    def __enter__(self) -> _Request:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.reply.close()
