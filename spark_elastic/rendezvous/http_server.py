@@ -87,8 +87,9 @@ class LongPoll:
 
     waiters: Waiters  # wake it
     topic: Topic  # of what it waits for
-    find_reply: Callable[[], object]  # the reply; None: it goes on waiting
-    get_last_reply: Callable[[], object]  # the reply at its deadline
+    find_reply: Callable[
+        [bool], object
+    ]  # the reply; None: it goes on waiting. True: it cannot, at its deadline
     # Called once it has ended. Given whether the connection broke, and then whether the network reset it: the kernel of
     # a machine closes the connections of a process that died. None: the connection did not break.
     on_ended: Callable[[bool | None], None] = lambda reset: None
@@ -101,7 +102,7 @@ class LongPoll:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._is_woken = False
-        self._timer = self._loop.call_later(self.hold, self._end_with, self.get_last_reply)
+        self._timer = self._loop.call_later(self.hold, self._end_if_answered, True)
         self.waiters.add(self.topic, self)
 
     def wake(self) -> None:
@@ -118,10 +119,10 @@ class LongPoll:
     def _look(self) -> None:
         self._is_woken = False
         if not self._timer.cancelled():
-            self._end_with(self.find_reply)
+            self._end_if_answered(False)
 
-    def _end_with(self, compute: Callable[[], object]) -> None:
-        response = self.respond(compute)
+    def _end_if_answered(self, is_last: bool) -> None:
+        response = self.respond(lambda: self.find_reply(is_last))
         if isinstance(response, Response):
             self.cancel(None)
             self._send(response)

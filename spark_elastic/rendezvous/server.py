@@ -143,21 +143,22 @@ class Routes:
     def _next_world(self, message: messages.RequestNextWorld | messages.WorkerDone) -> object:
         """Answers with the next world or the end; posts the message unless the answer is there already."""
 
-        def find_answer() -> messages.NextWorld | None:
+        def find_answer(is_last: bool) -> messages.NextWorld | None:
             stop = self._state.get_stop_reason(message.worker)
             if stop is not None:
                 return messages.NextWorld(stop=stop)
-            return self._state.find_next_world(message.worker, message.fence)
+            found = self._state.find_next_world(message.worker, message.fence)
+            return messages.NextWorld() if found is None and is_last else found
 
         self._connections.mark_connected(_sender(message))
         self._state.set_address(message.worker, message.address)
-        reply = find_answer()
+        reply = find_answer(False)
         if reply is not None:
             return reply
         if isinstance(message, messages.RequestNextWorld):
             message = self._name_suspects(message)
         self._receive(message)
-        return self._poll(_sender(message), (Subject.WORLD, message.worker), find_answer, messages.NextWorld)
+        return self._poll(_sender(message), (Subject.WORLD, message.worker), find_answer)
 
     def _name_suspects(self, message: messages.RequestNextWorld) -> messages.RequestNextWorld:
         world = self._state.find_world(message.fence) if message.suspected_ranks and message.fence else None
@@ -179,25 +180,21 @@ class Routes:
     def _watch_slot(self, message: wire.WatchSlot) -> object:
         self._connections.mark_connected(_sender(message))
 
-        def get_commands() -> wire.SlotCommands:
-            return self._state.get_commands(message.slot, message.seen)
+        def find_commands(is_last: bool) -> wire.SlotCommands | None:
+            now = self._state.get_commands(message.slot, message.seen)
+            return now if is_last or now.workers_to_stop or now.release is not None else None
 
-        def find_commands() -> wire.SlotCommands | None:
-            now = get_commands()
-            return now if now.workers_to_stop or now.release is not None else None
-
-        return self._poll(_sender(message), (Subject.COMMANDS, message.slot), find_commands, get_commands)
+        return self._poll(_sender(message), (Subject.COMMANDS, message.slot), find_commands)
 
     def _watch_worker(self, message: wire.WatchWorker) -> object:
         self._connections.mark_connected(_sender(message))
 
-        def find_update() -> wire.WorkerUpdate | None:
-            now = get_update()
+        def find_update(is_last: bool) -> wire.WorkerUpdate | None:
+            now = self._state.get_update(message.worker)
             known = message.version, message.ended_fence, None
-            return None if (now.version, now.ended_fence, now.stop) == known else now
+            return now if is_last or (now.version, now.ended_fence, now.stop) != known else None
 
-        get_update = partial(self._state.get_update, message.worker)
-        return self._poll(_sender(message), (Subject.UPDATE, message.worker), find_update, get_update)
+        return self._poll(_sender(message), (Subject.UPDATE, message.worker), find_update)
 
     def _report(self, message: wire.Report) -> messages.Acknowledged:
         self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
@@ -212,16 +209,13 @@ class Routes:
         if not all(0 <= rank < world.size for rank in message.ranks):
             raise InvalidInput(f"ranks must be in [0, {world.size})")
 
-        def get_addresses() -> wire.Addresses:
+        def find_all(is_last: bool) -> wire.Addresses | None:
             self._refuse_stale(message.fence)
-            return wire.Addresses(self._state.find_addresses(message.ranks))
-
-        def find_all() -> wire.Addresses | None:
-            now = get_addresses()
-            return now if all(now.addresses) else None
+            now = self._state.find_addresses(message.ranks)
+            return wire.Addresses(now) if is_last or all(now) else None
 
         topic = Subject.VALUES, name_generation_scope(message.fence.generation)
-        return self._poll(_sender(message), topic, find_all, get_addresses)
+        return self._poll(_sender(message), topic, find_all)
 
     def _refuse_stale(self, fence: Fence) -> None:
         reason = self._state.get_end_reason(fence)
@@ -238,14 +232,11 @@ class Routes:
 
     def _get(self, message: wire.GetValues) -> object:
 
-        def get_values() -> wire.Values:
-            return wire.Values(self._state.values.get(message.scope, message.keys))
+        def find_values(is_last: bool) -> wire.Values | None:
+            now = self._state.values.get(message.scope, message.keys)
+            return wire.Values(now) if is_last or not message.wait or None not in now else None
 
-        def find_values() -> wire.Values | None:
-            now = get_values()
-            return None if message.wait and None in now.values else now
-
-        return self._poll(None, (Subject.VALUES, message.scope), find_values, get_values)
+        return self._poll(None, (Subject.VALUES, message.scope), find_values)
 
     def _list_keys(self, message: wire.ListKeys) -> wire.Keys:
         return wire.Keys(self._state.values.list_keys(message.scope, message.prefix))
@@ -257,18 +248,12 @@ class Routes:
 
     # ---- waiting
 
-    def _poll(
-        self,
-        peer: Peer | None,
-        topic: Topic,
-        find_reply: Callable[[], object],
-        get_last_reply: Callable[[], object],
-    ) -> object:
+    def _poll(self, peer: Peer | None, topic: Topic, find_reply: Callable[[bool], object]) -> object:
         """What `find_reply` gives, or the poll that waits for it. peer: lost if the connection breaks meanwhile."""
-        reply = find_reply()
+        reply = find_reply(False)
         if reply is not None:
             return reply
-        poll = LongPoll(self._state.waiters, topic, find_reply, get_last_reply)
+        poll = LongPoll(self._state.waiters, topic, find_reply)
         if peer is not None:
             self._connections.open_poll(peer)
             poll.on_ended = partial(self._connections.close_poll, peer)
