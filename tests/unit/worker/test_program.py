@@ -128,7 +128,7 @@ def test_code_in_a_folder_with_a_similar_name_counts_as_the_users() -> None:
     beside = f"{Path(raised_module.__file__).parents[1]}_of_mine.py"
     code = compile("def step():\n    int('x')\nstep()", beside, "exec")
     assert format_raised(lambda: exec(code, {"int": as_number})).count(beside) == 2
-    assert "script.py" in format_raised(lambda: Script.read("missing.py")), "all its frames"
+    assert "function_program.py" in format_raised(lambda: Script.read("missing.py")), "all its frames"
 
 
 def test_any_picklable_result_comes_back_equal() -> None:
