@@ -375,7 +375,7 @@ class RendezvousServer:
                 f"The driver binds every interface ({self._bind.host}) and cannot tell which address executors "
                 "reach: set advertise_address or spark.driver.host."
             )
-        self._state = ServerState(self.attempt)
+        self._state = ServerState()
         routes = Routes(self._state, self.callbacks, self.clock)
         self._dispatcher = Dispatcher(self.key, self.attempt, routes.handlers())
         self._http_server: HttpServer | None = None
