@@ -36,7 +36,7 @@ from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import CancelRequested, DriverEvent, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.rendezvous import codec
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 
 log = logging.getLogger("spark_elastic")
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.http_server import Bind, reserve_files
 from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from spark_elastic.rendezvous.status_app import StatusApp
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 
 log = logging.getLogger("spark_elastic")
 

@@ -27,7 +27,7 @@ from spark_elastic.monitoring.report import JobReport, encode_json
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent
 from spark_elastic.rendezvous import codec
-from spark_elastic.runs.owned_run import CheckpointList, OwnedRun, find_highest_attempt
+from spark_elastic.runs.checkpoint import CheckpointList, OwnedRun, find_highest_attempt
 
 log = logging.getLogger("spark_elastic")
 

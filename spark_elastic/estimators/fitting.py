@@ -34,8 +34,7 @@ from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.logs import announce_phase, log_to_listener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.types import Limits, Phase, Position
-from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore, OwnedRun
 from spark_elastic.training.spec import Rows, TrainSpec, UserObjects
 from spark_elastic.worker.imports import is_installed, list_early_imports
 from spark_elastic.worker.program import Program

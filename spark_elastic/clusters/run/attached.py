@@ -20,7 +20,7 @@ from spark_elastic.errors import InvalidInput, JobFailed
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.commands import JobOutcome
 from spark_elastic.protocol.events import DriverEvent
-from spark_elastic.runs.owned_run import check_name, describe_owner
+from spark_elastic.runs.checkpoint import check_name, describe_owner
 from spark_elastic.worker.program import decode_result
 
 SILENT_AFTER = 6 * run_board.EVERY  # seconds without news of its driver after which a job counts as lost

@@ -30,8 +30,7 @@ from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.logs import log_to_listener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.types import Limits
-from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
-from spark_elastic.runs.owned_run import OwnedRun, check_name
+from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore, OwnedRun, check_name
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram, Module, Script
 from spark_elastic.worker.program import decode_result

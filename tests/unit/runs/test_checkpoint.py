@@ -26,15 +26,15 @@ from spark_elastic.protocol.commands import PublishCheckpoint
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import CheckpointStoreFull, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.runs import owned_run
+from spark_elastic.runs import checkpoint
 from spark_elastic.runs.checkpoint import (
     Checkpointer,
     CheckpointPolicy,
     CheckpointStore,
+    OwnedRun,
     format_checkpoint_name,
 )
 from spark_elastic.runs.ledger import Ledger
-from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.runs.snapshot import PickleCodec, Snapshot
 from tests.memory_store import make_memory_store
 from tests.unit.protocol.driver_bench import Bench, name
@@ -146,10 +146,10 @@ def test_a_damaged_checkpoint_gives_way(
 
 def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
     with ThreadPoolExecutor(4) as pool:
-        taken = pool.map(lambda _: owned_run.acquire_attempt(store, "r"), range(4))
+        taken = pool.map(lambda _: checkpoint.acquire_attempt(store, "r"), range(4))
     assert sorted(taken) == [1, 2, 3, 4]
-    assert owned_run.find_highest_attempt(store, "r") == 4
-    assert owned_run.find_highest_attempt(store, "another") == 0
+    assert checkpoint.find_highest_attempt(store, "r") == 4
+    assert checkpoint.find_highest_attempt(store, "another") == 0
 
 
 @pytest.mark.parametrize("lost", ["000002", "*"])
@@ -177,11 +177,11 @@ def test_r18_only_the_holder_removes_a_run_without_checkpoints(store: Store) -> 
     first, second = acquire_run(store), acquire_run(store)
     first.delete_run("runs/r/rows")
     first.delete_objects("runs/r/rows")
-    assert owned_run.find_highest_attempt(store, "r") == 2
+    assert checkpoint.find_highest_attempt(store, "r") == 2
     assert store.exists("runs/r/run.json")
     assert store.exists("runs/r/rows/a")
     second.delete_run("runs/r/rows")
-    assert owned_run.find_highest_attempt(store, "r") == 0
+    assert checkpoint.find_highest_attempt(store, "r") == 0
     assert not store.find("runs/r")
     assert store.list("runs") == []
 
@@ -228,7 +228,7 @@ def test_an_unpublished_checkpoint_is_deleted_once_a_newer_one_counts(store: Sto
     """What a dead attempt left, what was superseded before it was told; not what may be about to be told."""
     left, old = write_checkpoint(store, 9), write_checkpoint(store, 3)
     CheckpointStore(store, "r").publish(1, [old])
-    owned_run.acquire_attempt(store, "r")
+    checkpoint.acquire_attempt(store, "r")
     run = OwnedRun.acquire(store, "r")
     late, new, next_one = (write_checkpoint(store, step, run.attempt) for step in (4, 5, 6))
     store.write_bytes(f"runs/r/checkpoints/{late.name[:-1]}3/a", b"half")

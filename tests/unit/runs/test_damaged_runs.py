@@ -31,8 +31,7 @@ from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.rendezvous import codec
-from spark_elastic.runs.checkpoint import CheckpointStore
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointStore, OwnedRun
 from tests.memory_store import make_memory_store
 from tests.unit.runs.forgetful_disk import DiskFull, DiskRecorder, Loss
 
