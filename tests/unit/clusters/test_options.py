@@ -18,7 +18,7 @@ from spark_elastic.worker import function_program
 from spark_elastic.worker.function_program import ResultStore, StoredResult, Torchrun, make_torchrun_variables
 from spark_elastic.worker.script import Script
 from tests.fake_group import FakeFabric
-from tests.unit.ops.workers import enter_group, use_context_per_thread
+from tests.worlds import enter_group, use_context_per_thread
 
 # What Horovod's `spark.run_elastic`, `spark.run` and `run` take beside function and arguments.
 HOROVOD = {

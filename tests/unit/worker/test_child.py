@@ -196,7 +196,7 @@ from tests.fake_group import FakeFabric
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import WorkerHandle
-from tests.unit.ops.workers import enter_group
+from tests.worlds import enter_group
 
 enter_group(FakeFabric(1).group(0))
 handle = WorkerHandle(lambda: 0, lambda at: None, lambda told: None, lambda error: None)

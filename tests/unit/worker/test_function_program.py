@@ -22,7 +22,7 @@ from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import Completed, WorkerHandle, decode_result
 from spark_elastic.worker.script import PORTS, Module, Script, find_free_port
 from tests.fake_group import FakeFabric
-from tests.unit.ops.workers import enter_group, use_context_per_thread
+from tests.worlds import enter_group, use_context_per_thread
 
 OF_A_MODULE = ProcessSet([1])
 
@@ -83,7 +83,7 @@ from tests.fake_group import FakeFabric
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.function_program import FunctionProgram
 from spark_elastic.worker.program import WorkerHandle
-from tests.unit.ops.workers import enter_group
+from tests.worlds import enter_group
 
 library = sys.modules["library"] = types.ModuleType("library")
 library.group = None

@@ -35,8 +35,8 @@ from spark_elastic.rendezvous.messages import GetValues, Report, Values, WatchWo
 from spark_elastic.worker.context import WaitRecorder, WorkerContext, set_context
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, WorkerLoop
 from spark_elastic.worker.program import Completed, WorkerExit, WorkerHandle
-from tests.unit.ops.workers import use_context_per_thread
 from tests.unit.protocol.driver_bench import make_world
+from tests.worlds import use_context_per_thread
 
 
 def build_loop(program: Any = None, driver: Any = None) -> WorkerLoop:
