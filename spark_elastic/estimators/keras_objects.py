@@ -53,9 +53,9 @@ from spark_elastic.training.keras.compiled import (
     activity_by_row,
     compute_results,
     list_layer_metrics,
-    widen,
 )
-from spark_elastic.training.keras.step import RunningStats, make_dense, to_arrays
+from spark_elastic.training.keras.state import read_value
+from spark_elastic.training.keras.step import RunningStats, make_dense
 from spark_elastic.training.keras.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.training.progress import check_metric_names, check_watched_names
 from spark_elastic.training.spec import TrainSpec
@@ -414,7 +414,7 @@ class _Tries:
     def _call_model(self, batch: LocalBatch[Any], *, training: bool) -> list[Any]:
         with activity_by_row(self.model, len(batch)):
             outputs = self.model(self._found.structure.inputs(list(batch.features)), training=training)
-        return [widen(each) for each in to_arrays(keras.tree.flatten(outputs))]
+        return [read_value(each) for each in keras.tree.flatten(outputs)]
 
     def _check_step(self) -> None:
         """Refuse what workers would compute in different ways without noticing: they would train on gradients of other

@@ -1,12 +1,7 @@
 """Horovod's operations on TensorFlow's tensors, under its names, eager and in graphs. All ranks of the set must call
 them.
 
-Names identify operations. Unnamed operations are matched by the order in which each rank requests its unnamed ones. An
-average of integers is truncated towards zero; 16-bit floats are accumulated as float32; a bool's sum is "or". All raise
-`CollectiveError` if ranks disagree or the world broke; a graph raises it in the thread that runs it.
-
-Gradients are as in the last releases of Horovod: those of an allgather or broadcast belong to the average of all ranks'
-losses, those of an alltoall to their sum, those of a reducescatter to that sum times the number of ranks."""
+`horovod.ops.operations` says what names, numbers and gradients are. A graph raises in the thread that runs it."""
 
 from __future__ import annotations
 
@@ -37,14 +32,8 @@ T = TypeVar("T")
 
 __all__ = ["allgather", "allgather_object", "allreduce", "alltoall", "join", "reducescatter"]
 __all__ += ["grouped_allgather", "grouped_allreduce", "grouped_reducescatter"]
-__all__ += [
-    "broadcast",
-    "broadcast_",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-]
-__all__ += ["broadcast_variables"]
+__all__ += ["broadcast", "broadcast_", "broadcast_global_variables", "broadcast_variables"]
+__all__ += ["broadcast_object", "broadcast_object_fn"]
 __all__ += ["local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
 
 
