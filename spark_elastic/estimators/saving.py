@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 from pyspark.errors import PySparkException
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.spark.host_facts import has_context
@@ -32,17 +32,6 @@ CHUNK = 16 << 20  # bytes
 def find_metadata_session(spark: SparkSession) -> Any:
     """What Spark ML writes metadata with: the SparkContext, as before Spark 4; without one, the session."""
     return spark.sparkContext if has_context(spark) else spark
-
-
-class Saved(MLWritable):
-    """Base of the estimators and models, which know the content: `list_saved`, `load_saved`."""
-
-    def write(self) -> MLWriter:
-        return Writer(self)
-
-    @classmethod
-    def read(cls) -> MLReader[Any]:
-        return Reader(cls)
 
 
 class Writer(MLWriter):
