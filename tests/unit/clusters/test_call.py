@@ -116,13 +116,6 @@ def capture_in_closure(thing: Any) -> Callable[[], Any]:
     return lambda: session
 
 
-def capture_in_default(thing: Any) -> Callable[[], Any]:
-    def fn(session: Any = thing) -> Any:
-        return session
-
-    return fn
-
-
 def capture_deep(thing: Any) -> Callable[[], Any]:
     session = thing
 
@@ -143,15 +136,12 @@ class SessionHolder:
         return self.session
 
 
-def capture_in_object(thing: Any) -> Callable[[], Any]:
-    return SessionHolder(thing).method
-
-
-def capture_in_partial(thing: Any) -> Callable[[], Any]:
-    return partial(lambda session: session, session=thing)
-
-
-PLACES = [capture_in_closure, capture_deep, capture_in_object, capture_in_partial]
+PLACES: list[Callable[[Any], Callable[[], Any]]] = [
+    capture_in_closure,
+    capture_deep,
+    lambda thing: SessionHolder(thing).method,
+    lambda thing: partial(lambda session: session, session=thing),
+]
 
 
 def prepare_global(thing: Any) -> None:
@@ -176,7 +166,8 @@ def test_a_captured_object_of_the_driver_is_named(call: Callable[[Any], Any]) ->
 
 
 def test_captured_objects_are_found_in_defaults_and_arguments() -> None:
-    for fn, args in ((capture_in_default(make_object("RDD")), ()), (print, ((1, make_object("RDD")),))):
+    rdd = make_object("RDD")
+    for fn, args in ((lambda session=rdd: session, ()), (print, ((1, rdd),))):
         with pytest.raises(InvalidInput, match="RDD"):
             prepare(fn, args, {})
 

@@ -49,9 +49,9 @@ class SimulatedJob:
         def loop(state: Any) -> float:
             trained: list[int] = []  # by the worker's newest world
             self.trained.append(trained)
-            for step in stage.take_steps(state, until):
+            for _ in stage.take_steps(state, until):
                 state.numbers = state.numbers + 1
-                trained.append(step - 1)
+                trained.append(state.step - 1)
                 state.commit()
             return float(state.numbers[0])
 
