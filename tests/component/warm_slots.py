@@ -15,7 +15,7 @@ import threading
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from spark_elastic.clusters.local.slot import LocalSlot, serve
+from spark_elastic.clusters.local.launcher import LocalSlot, serve
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous import codec

@@ -165,4 +165,4 @@ def test_a_listener_and_a_log_handler_that_block_cost_no_world() -> None:
     assert listener.newest["step"] >= 19, "the newest is heard in the end"
     assert any(text.startswith("world of 2: started") for text in listener.told)
     (line,) = collector.held_up
-    assert line.startswith("The driver's server refused 1 request (the last one: Invalid HTTP request")
+    assert line.startswith("The driver's server refused 1 request (the last one: Invalid HTTP, ")

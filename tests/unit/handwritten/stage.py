@@ -88,13 +88,14 @@ class FakeDriver:
         """The loop under `elastic` on every worker. make: its state."""
         return self.play(lambda session: elastic(loop, lambda: session)(make(session)))
 
-    def take_steps(self, state: Any, steps: int) -> Iterator[int]:
-        """Of a loop, each with an exchange; what follows one stands in the body."""
+    def take_steps(self, state: Any, steps: int) -> Iterator[float]:
+        """Of a loop, each with an exchange; what follows one stands in the body. Yields the ranks' mean, which is 1."""
         while state.step < steps:
             self.reach_step(state.step)
-            state._session.allreduce(np.ones(1))
+            gradient = np.ones(1)
+            state._session.allreduce(gradient)
             state.step += 1
-            yield state.step
+            yield float(gradient[0]) / state._session.world.size
 
     def reach_step(self, step: int) -> None:
         """A worker is about to take this step."""

@@ -37,13 +37,9 @@ def train(stage: FakeDriver, commit_every: int, check: bool) -> list[tuple[float
         return WeightsState(weights=Weights(fill=float(began_at)), step=0, began_at=began_at)
 
     def loop(state: Any) -> tuple[float, int]:
-        while state.step < STEPS:
-            stage.reach_step(state.step)
-            gradient = np.ones(1)
-            state._session.allreduce(gradient)
+        for gradient in stage.take_steps(state, STEPS):
             state._snapshots.wait()  # what an optimizer's hook does
-            state.weights.add(float(gradient[0]) / state._session.world.size)
-            state.step += 1
+            state.weights.add(gradient)
             assert state.weights.numbers.max() == state.step + state.began_at, "not of one version"
             if state.step % commit_every == 0:
                 state.commit()
@@ -99,14 +95,9 @@ def test_on_hosts_updated_says_whether_workers_join_or_leave(
             heard.append((timestamp, update_res))
 
     def loop(state: Any) -> None:
-        session = state._session
-        while state.step < STEPS:
-            if state.step == 5 and session.world.fence.generation == 1 and session.group.rank == 0:
-                stage.reach_step(5)
-                if update == HostUpdateResult.removed:
-                    stage.announce()
-            session.allreduce(np.ones(1))
-            state.step += 1
+        for _ in stage.take_steps(state, STEPS):
+            if state.step == 5 and update == HostUpdateResult.removed and len(stage.sizes) == 1:
+                stage.announce()
             state.check_host_updates()
 
     stage = FakeDriver(size, (Event(5),) if update == HostUpdateResult.added else ())

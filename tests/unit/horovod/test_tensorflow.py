@@ -269,11 +269,8 @@ def test_newcomers_and_survivors_hold_equal_values_after_a_sync(make: Callable[[
         state, step, all_there_is = make(next(numbers))
 
         def loop(state: Any) -> tuple[list[Any], int]:
-            while state.step < STEPS:
-                stage.reach_step(state.step)
-                session.allreduce(np.ones(1))
+            for _ in stage.take_steps(state, STEPS):
                 step()
-                state.step += 1
                 state.commit()
             return all_there_is(), state.step
 

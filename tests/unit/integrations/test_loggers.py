@@ -63,20 +63,27 @@ def test_tensorboard_has_every_point_once(tmp_path: Path) -> None:
     assert "epoch/stopped" not in points
 
 
+def _read_run(folder: Path) -> tuple[Any, list[tuple[int, float]]]:
+    """The only run, and its losses by step."""
+    import mlflow
+
+    client = mlflow.MlflowClient(folder.as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    assert run.info.status == "FINISHED"
+    return run, [
+        (point.step, point.value) for point in client.get_metric_history(run.info.run_id, "step_loss")
+    ]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning:mlflow.*")
 def test_mlflow_has_one_run_whichever_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _file_store(monkeypatch)
     leader = MLflowLogger(tmp_path.as_uri(), "digits", "first", every=2)
     follower = pickle.loads(pickle.dumps(leader))
     _play_loss_of_rank_0(leader, follower)
-    import mlflow
-
-    client = mlflow.MlflowClient(tmp_path.as_uri())
-    experiment = client.get_experiment_by_name("digits")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
-    history = client.get_metric_history(run.info.run_id, "step_loss")
-    assert [(point.step, point.value) for point in history] == [(2, 2.0), (4, 4.0), (6, 6.0)]
+    run, losses = _read_run(tmp_path)
+    assert run.info.run_name == "first"
+    assert losses == [(2, 2.0), (4, 4.0), (6, 6.0)]
     assert run.data.metrics["epoch_val_loss"] == 7.0
 
 
@@ -131,11 +138,7 @@ def test_a_slow_tracking_server_gets_every_point(tmp_path: Path, monkeypatch: py
     _steps(callback, 0, *range(100))
     all_written.set()
     callback.on_fit_end(_make_training(0), [])
-    client = mlflow.MlflowClient(tmp_path.as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
-    assert run.info.status == "FINISHED"
-    history = client.get_metric_history(run.info.run_id, "step_loss")
-    assert [point.value for point in history] == list(range(100))
+    assert [loss for _, loss in _read_run(tmp_path)[1]] == list(range(100))
     assert max(sizes) == 64
     assert len(sizes) < 10, "each step had a request of its own"
 
