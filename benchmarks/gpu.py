@@ -34,7 +34,7 @@ import torch
 from benchmarks.parts.ranks import compare_figures
 from benchmarks.parts.report import Row
 from benchmarks.parts.trial import Trial, kill_one
-from benchmarks.recovery import BATCH, ROWS, WORKERS, SlowNet, recoveries
+from benchmarks.recovery import BATCH, EPOCHS, ROWS, WORKERS, SlowNet, StopOnceQuick, recoveries
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column
@@ -301,9 +301,10 @@ def measure_recovery(device: str, backend: str, kills: int) -> tuple[float, floa
         rows.mkdir()
         x, y = rng.normal(size=(ROWS, 20)).astype(np.float32), rng.normal(size=ROWS)
         write_rows(rows / "0.parquet", x, y, ROWS)
-        ledger = folder / "ledger"
-        objects = TorchUserObjects(SlowNet(str(ledger / "stop")), build_optimizer, (compute_loss,))
-        config = {"batch_size": BATCH, "epochs": 20 * kills}
+        ledger, stop = folder / "ledger", str(folder / "ledger" / "stop")
+        net, callbacks = SlowNet(stop), (StopOnceQuick(stop),)
+        objects = TorchUserObjects(net, build_optimizer, (compute_loss,), callbacks=callbacks)
+        config = {"batch_size": BATCH, "epochs": EPOCHS}
         program = build_program(rows, objects, BATCH * WORKERS, WORKERS, str(ledger), **config)
         modules = ("torch", "benchmarks.gpu", simulated_nccl.__name__)
         launcher = DeviceLauncher(device, program, preload=modules, room=WORKERS, spare_after=0.0)

@@ -157,10 +157,6 @@ def test_only_the_first_attempt_of_the_task_runs_the_driver(
 UNREACHED = "host h cannot reach the driver at c:1 (refused): open it."
 
 
-def session() -> Any:
-    return SimpleNamespace(client=SimpleNamespace(host="127.0.0.1"), conf={}, addTag=lambda tag: None)
-
-
 def make_context(**settings: str) -> Any:
     conf = SimpleNamespace(getAll={f"spark.{name}": value for name, value in settings.items()}.items)
     return SimpleNamespace(_jsc=1, defaultParallelism=7, getConf=lambda: conf)
@@ -172,7 +168,7 @@ def test_a_session_whose_settings_kill_each_slot_is_refused_before_any_job() -> 
     context = make_context(**{name.removeprefix("spark."): value for name, value in kill.items()})
     with pytest.raises(InvalidInput, match="kills every slot after 9 seconds"):
         make_platform(SimpleNamespace(sparkContext=context), ElasticConfig())  # type: ignore[arg-type]
-    over_connect = session()
+    over_connect: Any = Session()
     over_connect.conf = kill
     with pytest.raises(InvalidInput, match=rf"with {re.escape(new)}killOnIdleTimeout=true"):
         make_platform(over_connect, ElasticConfig())
@@ -187,7 +183,7 @@ def test_a_session_with_a_context_is_classic() -> None:
     platform = make_platform(classic, ElasticConfig())
     assert isinstance(platform, ClassicPlatform)
     assert (platform.master, platform.count_workers(None), platform.count_workers(2)) == ("yarn", 7, 2)
-    assert isinstance(make_platform(session(), ElasticConfig()), ConnectPlatform)
+    assert isinstance(make_platform(Session(), ElasticConfig()), ConnectPlatform)
     context._jsc = None
     with pytest.raises(InvalidInput, match="the SparkSession was stopped: create one"):
         make_platform(classic, ElasticConfig())
@@ -204,7 +200,7 @@ def test_a_session_with_a_context_is_classic() -> None:
 )
 def test_what_the_driver_cannot_use_is_refused_before_any_job(setting: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape(sentence)):
-        make_platform(session(), ElasticConfig(**setting))
+        make_platform(Session(), ElasticConfig(**setting))
 
 
 @pytest.mark.parametrize("unreached", [UNREACHED, None])
@@ -217,7 +213,7 @@ def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
     monkeypatch.setattr(supervise, lambda *arguments: ways.append("beside"))
     follow = "spark_elastic.clusters.coordinator.CoordinatorClient.follow"
     monkeypatch.setattr(follow, lambda self, *arguments: ways.append("in a task"))
-    platform = ConnectPlatform(session(), ElasticConfig())
+    platform = ConnectPlatform(Session(), ElasticConfig())
     platform.preflight(b"", make_memory_store(), (), 2, "it")
     found: LaunchResult | None = platform.launch(JobSpec("program", Limits(1, 1, 1), "job"))
     assert found is None
@@ -228,7 +224,7 @@ def test_the_driver_runs_in_a_task_if_executors_cannot_reach_the_client(
 
 def test_settings_that_a_coordinator_cannot_have_are_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "preflight", lambda *arguments: ([], UNREACHED))
-    platform = ConnectPlatform(session(), ElasticConfig(handle=JobHandle()))
+    platform = ConnectPlatform(Session(), ElasticConfig(handle=JobHandle()))
     with pytest.raises(InvalidInput, match="handle does not work where executors cannot reach the client"):
         platform.preflight(b"", make_memory_store(), (), 2, "it")
 
@@ -240,4 +236,4 @@ def test_an_unreachable_client_without_a_store_is_an_error(monkeypatch: pytest.M
     monkeypatch.setattr(connect.pickle, "loads", lambda content: None)
     monkeypatch.setattr(connect, "check_reports", lambda *arguments, **named: None)
     with pytest.raises(PreflightError, match=r"open it; or give a store, and the driver runs in a task\."):
-        ConnectPlatform(session(), ElasticConfig()).preflight(b"", None, (), 1, "it")
+        ConnectPlatform(Session(), ElasticConfig()).preflight(b"", None, (), 1, "it")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import random
 import tracemalloc
 import zlib
 from dataclasses import replace
@@ -24,8 +23,8 @@ from tests.planned_rows import list_row_ids
 
 @st.composite
 def plans(draw: st.DrawFn) -> DataPlan:
-    groups = draw(st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any))
-    batch = draw(st.integers(1, 60))
+    groups = draw(st.lists(st.integers(0, 90), min_size=1, max_size=8).filter(any))
+    batch = draw(st.integers(1, 300))
     most = DataPlan(tuple(groups), batch, 0, 1).base_rows
     lanes = draw(st.integers(1, min(most, 64)))
     return DataPlan(tuple(groups), batch, draw(st.integers(-(2**63), 2**64)), lanes, draw(st.booleans()))
@@ -57,19 +56,6 @@ def test_p2_a_step_is_one_in_every_world(plan: DataPlan, epoch: int, size: int, 
     lengths = [block.length for block in blocks]
     assert max(lengths) - min(lengths) <= 1
     assert [block.start for block in blocks] == [sum(lengths[:rank]) for rank in range(size)]
-
-
-def test_a_thousand_plans_have_each_row_once() -> None:
-    """Places alone, without shuffling: N, b and L over a wide range, every step of the epoch."""
-    draw = random.Random(7)
-    for _ in range(1000):
-        rows, batch = draw.randint(1, 700), draw.randint(1, 300)
-        lanes = draw.randint(1, min(64, DataPlan((rows,), batch, 0, 1).base_rows))
-        plan = DataPlan((rows,), batch, 0, lanes, shuffle=False)
-        order = plan.permute_epoch(0)
-        steps = [list_row_ids(plan, order, step) for step in range(plan.steps)]
-        assert np.array_equal(np.sort(np.concatenate(steps)), np.arange(rows))
-        assert {len(taken) for taken in steps} <= {plan.base_rows, plan.base_rows + 1}
 
 
 def test_lanes_are_the_streams_that_the_protocol_defines() -> None:

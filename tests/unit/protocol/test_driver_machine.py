@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_elastic.clusters.local.slot import LocalSlot
 from spark_elastic.config import ElasticConfig
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
@@ -21,12 +20,10 @@ from spark_elastic.protocol.types import (
     Phase,
     Position,
     SlotId,
-    SlotIdentity,
     SlotSpec,
     Table,
     heartbeat_interval,
 )
-from spark_elastic.rendezvous import codec
 from tests.unit.protocol.driver_bench import Bench, at, name
 
 CLOSE = Position(0, Phase.CLOSE, 0)
@@ -303,5 +300,3 @@ def test_settings_of_the_config_reach_the_process_of_a_slot_under_their_names() 
     spec = SlotSpec.from_config(ElasticConfig(**SETTINGS), **given)
     assert {name: getattr(spec, name) for name in (SETTINGS | given)} == SETTINGS | given
     assert "secret" not in repr(spec)
-    slot = LocalSlot(spec, SlotIdentity(slot=SlotId("5-0"), host="a"), parent=1)
-    assert codec.from_line(LocalSlot, codec.to_line(slot)) == slot

@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 
 from elastic_collectives.engine import is_exiting
-from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
-from spark_elastic.rendezvous import codec
 from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker import child
-from spark_elastic.worker.entry import ChildFds, Header
 from spark_elastic.worker.fork_server import find_open_devices
 from tests.patience import until
 
@@ -126,16 +123,6 @@ def test_accelerators_opened_by_imports_are_found(tmp_path: Path) -> None:
 # ---- the header and the end of a training process
 
 
-@pytest.mark.parametrize("span", [None, (7000, 7010)])
-def test_a_header_survives_the_pipe(span: tuple[int, int] | None) -> None:
-    resources = {"gpu": ("0", "3"), "fpga": ("x",)}
-    spec = SlotSpec(
-        address="127.0.0.1:1", key=bytes(range(256)), attempt=1, worker_port_range=span, preload=("torch",)
-    )
-    header = Header(spec, SlotIdentity(slot=SlotId("1-0"), resources=resources), 1, 10, ChildFds(5, 6, 7))
-    assert codec.from_line(Header, codec.to_line(header)) == header
-
-
 def test_a_programs_own_processes_can_be_interrupted_where_the_worker_ignores_ctrl_c() -> None:
     program = """
 import os, signal, subprocess
@@ -198,7 +185,7 @@ ctypes.PyDLL(None).pthread_exit(None)
 
 SCRIPT = """
 import sys
-from spark_elastic.worker.script import Script
+from spark_elastic.worker.function_program import Script
 
 def run(path):
     Script.read(path)()

@@ -149,11 +149,6 @@ def test_a_failed_decoding_lets_the_next_one_start(cache: Cache) -> None:
 MB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-
-
 def machine(root: Path, files: dict[str, str]) -> Path:
     for name, content in {"proc/meminfo": "MemTotal: 8192 kB\nMemAvailable: 4096 kB\n", **files}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +179,10 @@ def machine(root: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_the_smallest_limit_of_memory_decides(tmp_path: Path, files: dict[str, str], expected: Any) -> None:
+def test_the_smallest_limit_of_memory_decides(
+    tmp_path: Path, files: dict[str, str], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     assert measure_available_memory(machine(tmp_path, files)) == expected
 
 
