@@ -58,7 +58,7 @@ def test_a_fit_over_spark_connect_survives_kills_and_needs_nothing_that_standard
     assert afar["coordinators"] == 2
     assert f"cannot reach the driver at {NOBODY}" in afar["told"][0]
     assert afar["told"][1].endswith("the run continues from its newest checkpoint")
-    assert "checkpoint" in afar["began"]
+    assert "continues from checkpoint" in afar["began"] or "memory has kept it" in afar["began"]
     assert afar["shown"] == ROWS
     assert (afar["exact"], afar["channels"]) == (True, [])
     assert seen["keras"][-1] < seen["keras"][0]
