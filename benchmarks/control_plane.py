@@ -32,18 +32,18 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+from benchmarks.parts.ranks import run_ranks
 from benchmarks.parts.report import Row
 from spark_elastic.clock import SystemClock
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, EventQueue, execute
-from spark_elastic.driver.ports import Post
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.events import DriverEvent
-from spark_elastic.protocol.types import Limits, SlotSpec, heartbeat_interval
-from spark_elastic.rendezvous.routes import ServerCallbacks
-from spark_elastic.rendezvous.server import RendezvousServer
+from spark_elastic.protocol.types import Limits, heartbeat_interval
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 
 KEY = b"k" * 32
 BLOB = 120  # bytes that a rank hands in at a peer
@@ -57,19 +57,6 @@ CONTEXT = mp.get_context("spawn")
 
 
 # ---- the driver's process
-
-
-class NoLauncher:
-    """The clients come by themselves."""
-
-    def start(self, spec: SlotSpec, post: Post) -> None:
-        """Nothing."""
-
-    def launch(self, job: int) -> None:
-        """Nothing."""
-
-    def close(self, timeout: float) -> list[str]:
-        return []
 
 
 def choose_cores(place: int) -> set[int]:
@@ -95,7 +82,7 @@ def drive(pipe: Connection, size: int) -> None:
     pace = partial(heartbeat_interval, LEASE)
     callbacks = ServerCallbacks(post, lambda lines: None, heartbeat_interval=pace)
     with RendezvousServer(KEY, 1, callbacks, clock) as server:
-        effects = partial(execute, server, NoLauncher(), lambda kept: None)
+        effects = partial(execute, server, Mock(), lambda kept: None)  # the clients come by themselves
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects, clock, Journal())
         loop.start()
         pipe.send(server.address)
@@ -229,72 +216,65 @@ def find_median(all_took: list[Took]) -> Took:
 # ---- the peers
 
 
-def measure_peers(
-    clients: Callable[[Connection, int, Sequence[int], int], None], size: int, rounds: int = 1
-) -> float:
+def measure_peers(clients: Callable[..., None], size: int, rounds: int = 1) -> float:
     """Seconds that these clients of torch's TCPStore take, in several processes; the median."""
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = []
-    for first in range(min(size, PROCESSES)):
-        mine, theirs = CONTEXT.Pipe()
-        ranks = range(first, size, PROCESSES)
-        CONTEXT.Process(target=clients, args=(theirs, server.port, ranks, size), daemon=True).start()
-        pipes.append(mine)
-    for pipe in pipes:
-        pipe.recv()
-    walls = []
-    for _ in range(rounds):
-        begun = time.monotonic()
-        for pipe in pipes:
-            pipe.send("go")
-        walls.append(max(pipe.recv() for pipe in pipes) - begun)
-    for pipe in pipes:
-        pipe.send("end")
+    processes = min(size, PROCESSES)
+    found = run_ranks(processes, clients, server.port, size, rounds, groups=rounds)
+    walls = [
+        max(ended for _, ended in each) - min(begun for begun, _ in each) for each in zip(*found, strict=True)
+    ]
     return statistics.median(walls)
 
 
-def open_stores(port: int, ranks: Sequence[int]) -> list[Any]:
+def open_stores(port: int, process: int, processes: int, size: int) -> dict[int, Any]:
+    """By rank, of those of this process."""
     from torch.distributed import TCPStore
 
-    options: dict[str, Any] = {"is_master": False, "wait_for_workers": False}
-    return [TCPStore("127.0.0.1", port, timeout=CLIENT_TIMEOUT, **options) for _ in ranks]
+    options: dict[str, Any] = {"is_master": False, "wait_for_workers": False, "timeout": CLIENT_TIMEOUT}
+    return {rank: TCPStore("127.0.0.1", port, **options) for rank in range(process, size, processes)}
 
 
-def be_store_clients(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> None:
+def time_rounds(pipe: Connection, rounds: int, take: Callable[[int], object]) -> None:
+    """Send when each round began and ended; all processes begin a round together."""
+    times = []
+    for number in range(rounds):
+        pipe.send("ready")
+        pipe.recv()
+        begun = time.monotonic()
+        take(number)
+        times.append((begun, time.monotonic()))
+    pipe.send(times)
+
+
+def be_store_clients(
+    pipe: Connection, process: int, processes: int, port: int, size: int, rounds: int
+) -> None:
     """Ranks that read each other's address, one by one."""
-    stores = open_stores(port, ranks)
+    stores = open_stores(port, process, processes, size)
 
-    def read(store: Any, rank: int, number: int) -> None:
-        store.set(f"{number}/{rank}", os.urandom(BLOB))
+    def read(rank: int, number: int) -> None:
+        stores[rank].set(f"{number}/{rank}", os.urandom(BLOB))
         for peer in range(size):
-            store.get(f"{number}/{peer}")
+            stores[rank].get(f"{number}/{peer}")
 
-    pipe.send("ready")
     with ThreadPoolExecutor(len(stores)) as pool:
-        number = 0
-        while pipe.recv() == "go":
-            number += 1
-            list(pool.map(partial(read, number=number), stores, ranks))
-            pipe.send(time.monotonic())
+        time_rounds(pipe, rounds, lambda number: list(pool.map(partial(read, number=number), stores)))
 
 
-def be_agents(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> None:
+def be_agents(pipe: Connection, process: int, processes: int, port: int, size: int, rounds: int) -> None:
     """Agents of torchrun that form a first world by its own rendezvous."""
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     agents = []
-    for store in open_stores(port, ranks):
+    for store in open_stores(port, process, processes, size).values():
         backend, make = C10dRendezvousBackend(store, "job"), DynamicRendezvousHandler.from_backend
         agents.append(make("job", store, backend, size, size, local_addr="127.0.0.1"))
-    pipe.send("ready")
-    pipe.recv()
     with ThreadPoolExecutor(len(agents)) as pool:
-        list(pool.map(lambda agent: agent.next_rendezvous(), agents))
-    pipe.send(time.monotonic())
-    pipe.recv()
+        time_rounds(pipe, rounds, lambda number: list(pool.map(lambda a: a.next_rendezvous(), agents)))
     os._exit(0)  # the agents' heartbeats run on
 
 
@@ -303,9 +283,8 @@ def be_agents(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> N
 
 def exponent(points: Sequence[tuple[int, float]]) -> float:
     """b of the least-squares line log t = a + b log n."""
-    logs = [(math.log(n), math.log(t)) for n, t in points]
-    x, y = statistics.fmean(a for a, _ in logs), statistics.fmean(b for _, b in logs)
-    return sum((a - x) * (b - y) for a, b in logs) / sum((a - x) ** 2 for a, _ in logs)
+    sizes, times = (list(map(math.log, values)) for values in zip(*points, strict=True))
+    return statistics.linear_regression(sizes, times).slope
 
 
 def make_cpu_rows(what: str, size: int, took: Took) -> list[Row]:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts.ddp_recovery import note_step, play
+from benchmarks.parts.loop_recovery import note_step, play, train_until_stopped
 from benchmarks.parts.report import Row
 
 WIDTH, RANK, PARTS, BATCH = 256, 32, 16, 32
@@ -57,22 +57,12 @@ def train_loop(folder: str, megabytes: int) -> None:
     optimizer = torch.optim.SGD([p for _, p in trained], lr=1e-3, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=trained)
 
-    @hvd.elastic.run
-    def loop(state: Any) -> None:
-        stop = 0.0
-        while not stop:
-            begin = time.monotonic()
-            time.sleep(0.02)
-            optimizer.zero_grad()
-            model(torch.arange(BATCH))["loss"].backward()
-            optimizer.step()
-            state.step += 1
-            note_step(folder, state.step, begin)
-            here = torch.tensor(float(Path(folder, "stop").exists()))
-            stop = float(hvd.allreduce(here, op=hvd.Max))
-            state.commit()
+    def compute_loss() -> torch.Tensor:
+        time.sleep(0.02)
+        loss: torch.Tensor = model(torch.arange(BATCH))["loss"]
+        return loss
 
-    loop(hvd.elastic.TorchState(model, optimizer, step=0))
+    train_until_stopped(folder, model, optimizer, lambda: compute_loss)
 
 
 def train_trainer(folder: str, megabytes: int) -> None:
@@ -88,7 +78,7 @@ def train_trainer(folder: str, megabytes: int) -> None:
             time.sleep(0.02)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-            note_step(folder, state.global_step, self.begin)
+            note_step(folder, self.begin)
             stop = torch.tensor(float(Path(folder, "stop").exists()))
             if torch.distributed.is_initialized():
                 torch.distributed.all_reduce(stop, torch.distributed.ReduceOp.MAX)
@@ -135,14 +125,11 @@ def measure_hand_over(megabytes: int, what: str, kills: int) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="frozen-") as folder:
         trial = play(Path(folder), 2, kills, PROGRAMS[what], megabytes)
         lines = trial.lines()
-    step = statistics.median(line["took"] for line in lines if line["size"] == 2)
+    step = statistics.median(line["took"] for line in lines if line["world"] == 2)
     gaps = []
     for pid in {line["pid"] for line in lines}:
-        mine = sorted((line for line in lines if line["pid"] == pid), key=lambda line: float(line["at"]))
-        pairs = itertools.pairwise(mine)
-        gaps += [
-            after["at"] - before["at"] for before, after in pairs if (before["size"], after["size"]) == (1, 2)
-        ]
+        pairs = itertools.pairwise(line for line in lines if line["pid"] == pid)
+        gaps += [new["wall"] - old["wall"] for old, new in pairs if (old["world"], new["world"]) == (1, 2)]
     case = f"{megabytes} MB frozen, {what}: hand-over beyond a step"
     beyond = [1e3 * (gap - step) for gap in gaps]
     return [

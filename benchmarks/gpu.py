@@ -15,35 +15,37 @@ engine alone in the same run.
 from __future__ import annotations
 
 import copy
-import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
-from benchmarks.parts.budget import Budget
-from benchmarks.parts.program import build_program, write_rows
 from benchmarks.parts.ranks import compare_figures
 from benchmarks.parts.report import Row
-from benchmarks.recovery import BATCH, ROWS, WORKERS, Killer, Ledger, SlowNet, recoveries
+from benchmarks.parts.trial import Trial, kill_one
+from benchmarks.recovery import BATCH, EPOCHS, ROWS, WORKERS, SlowNet, StopOnceQuick, recoveries
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.config import ElasticConfig
-from spark_elastic.driver.discovery import CombinedDiscovery
-from spark_elastic.driver.job import DriverOptions, supervise
-from spark_elastic.monitoring.listener import JobListener
+from spark_elastic.data.manifest import Column
+from spark_elastic.data.plan import DataPlan
+from spark_elastic.data.store import Store
 from spark_elastic.protocol.types import INITIAL_VERSION, Limits
 from spark_elastic.runs.snapshot import build_snapshot
+from spark_elastic.tables.existing_parquet import describe_parquet
+from spark_elastic.training.spec import FitConfig, Rows, TrainSpec
 from spark_elastic.training.torch.spec import TorchUserObjects
+from spark_elastic.training.torch.trainer import TorchTrainProgram
 from spark_elastic.worker.context import get_process_context
 from tests import simulated_nccl
 from tests.component.torch.job import DeviceLauncher
@@ -119,34 +121,57 @@ def build_small() -> torch.nn.Module:
     )  # fmt: skip
 
 
+def compile_too(case: Case) -> list[Case]:
+    """The case, and the same with a compiled model."""
+    return [case, replace(case, name=f"{case.name}, compiled", compiles=True)]
+
+
 CASES = [
-    Case("transformer of 19 M parameters, bf16, 128 rows", Encoder, draw_tokens, 128, 60, "bf16"),
-    Case(
-        "transformer of 19 M parameters, bf16, 128 rows, compiled",
-        Encoder,
-        draw_tokens,
-        128,
-        60,
-        "bf16",
-        True,
+    *compile_too(
+        Case("transformer of 19 M parameters, bf16, 128 rows", Encoder, draw_tokens, 128, 60, "bf16")
     ),
     Case("transformer of 19 M parameters, float32, 64 rows", Encoder, draw_tokens, 64, 60),
     Case("convolutions and BatchNorm, float32, 256 rows", ConvNet, draw_pictures, 256, 60),
-    Case("three linear layers, float32, 1024 rows", build_small, draw_numbers, 1024, 200),
-    Case(
-        "three linear layers, float32, 1024 rows, compiled", build_small, draw_numbers, 1024, 200, None, True
-    ),
+    *compile_too(Case("three linear layers, float32, 1024 rows", build_small, draw_numbers, 1024, 200)),
 ]
+
+
+def write_rows(path: Path, x: npt.NDArray[Any], y: npt.NDArray[Any], group: int) -> None:
+    """A Parquet file of row groups of `group` rows. x: (rows, ...)."""
+    flat = x.reshape(len(x), -1)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), flat.shape[1])
+    table = pa.table({"x": column, "y": y})
+    pq.write_table(table, path, row_group_size=group, compression="none", use_dictionary=False)
+
+
+def build_program(
+    folder: Path,
+    objects: TorchUserObjects,
+    step_rows: int,
+    workers: int,
+    ledger: str | None = None,
+    **config: Any,
+) -> TorchTrainProgram:
+    """Of the files in `folder`, as `write_rows` writes them. step_rows: of all workers together."""
+    store = Store.open(str(folder))
+    manifest = describe_parquet(store, ["x", "y"])
+    most = manifest.max_decoded_group_bytes()
+    plan = DataPlan.for_run(manifest.group_rows, step_rows, 3, workers, most, 1 << 30)
+    shape = config.pop("shape", None)
+    x = manifest.column("x")
+    spec = TrainSpec(
+        config=FitConfig.from_params({"feature_cols": ["x"], "label_cols": ["y"], **config}),
+        rows=Rows(store, manifest, plan),
+        features=(x if shape is None else Column("x", x.dtype, shape),),
+        store=store,
+        result=f"final-{os.getpid()}",
+        ledger=ledger,
+    )
+    return TorchTrainProgram(spec, objects)
 
 
 def build_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
-
-
-def autocast(case: Case, device: torch.device) -> AbstractContextManager[Any]:
-    if case.precision is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 class Ours:
@@ -210,7 +235,7 @@ class Plain:
             y = self._y[rows].to(self._device, non_blocking=True)
             x = x if x.is_floating_point() else x.to(torch.int64)
             self._optimizer.zero_grad()
-            with autocast(case, self._device):
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=case.precision is not None):
                 output = self._model(x)
             loss_fn(output.float(), y).backward()
             self._optimizer.step()
@@ -276,20 +301,16 @@ def measure_recovery(device: str, backend: str, kills: int) -> tuple[float, floa
         rows.mkdir()
         x, y = rng.normal(size=(ROWS, 20)).astype(np.float32), rng.normal(size=ROWS)
         write_rows(rows / "0.parquet", x, y, ROWS)
-        slow = folder / "slow"
-        slow.touch()
-        ledger = Ledger(folder / "ledger")
-        objects = TorchUserObjects(SlowNet(str(slow)), build_optimizer, (compute_loss,))
-        config = {"batch_size": BATCH, "epochs": 20 * kills}
-        program = build_program(rows, objects, BATCH * WORKERS, WORKERS, str(ledger.folder), **config)
+        ledger, stop = folder / "ledger", str(folder / "ledger" / "stop")
+        net, callbacks = SlowNet(stop), (StopOnceQuick(stop),)
+        objects = TorchUserObjects(net, build_optimizer, (compute_loss,), callbacks=callbacks)
+        config = {"batch_size": BATCH, "epochs": EPOCHS}
+        program = build_program(rows, objects, BATCH * WORKERS, WORKERS, str(ledger), **config)
         modules = ("torch", "benchmarks.gpu", simulated_nccl.__name__)
         launcher = DeviceLauncher(device, program, preload=modules, room=WORKERS, spare_after=0.0)
         limits = Limits(WORKERS, 1, WORKERS, gather_timeout=60.0, max_global_batch=BATCH * WORKERS)
-        killer = Killer("child", kills, ledger, slow, Budget(math.inf))
-        killer.start()
-        settings = ElasticConfig(failure_budget=kills + 10)
-        supervise(launcher, CombinedDiscovery(), DriverOptions(), limits, settings, "gpu", JobListener())
-        totals, _ = recoveries(ledger.read(), killer.kills)
+        trial = Trial(ledger, WORKERS, [kill_one] * kills)
+        totals, _ = recoveries(trial.play(launcher, limits, ElasticConfig(failure_budget=kills + 10)))
     return statistics.median(totals), max(totals)
 
 

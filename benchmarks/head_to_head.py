@@ -1,12 +1,9 @@
 """torchrun, Ray Train, torchft and spark_elastic train the same net on the same rows under the same faults.
 
-    python -m benchmarks.head_to_head --repeat 3 --json benchmarks/results/head_to_head.json
-
 Two workers of one thread each; the scripts are in benchmarks/peers, what they are started with in
 benchmarks/parts/launchers.py, and the definitions of what is reported in benchmarks/parts/history.py. A peer's own
 environment is made in build/peers at the first run; ledgers, weights and the peers' logs stay in build/head_to_head.
-With a record that is there already, only what runs is renewed in it. `--page` writes docs/head-to-head.md and its
-plots from the record and runs nothing.
+The record has a form of its own, from which `python docs/generate.py` makes docs/head-to-head.md and its plots.
 
 Faults are real signals, their times count from the job's first step: SIGKILL to a worker every 20 s; SIGKILL to a host
 with all of its processes, which is there again 10 s later; SIGSTOP to a worker for 20 s; a host that leaves with
@@ -15,14 +12,14 @@ notice and comes back after 20 s; SIGKILL to the process that coordinates, which
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +28,10 @@ import psutil
 import torch
 
 import spark_elastic
-from benchmarks.parts.head_page import rate, write_page
+from benchmarks.parts.head_page import rate
 from benchmarks.parts.history import Task, judge, read_lines
 from benchmarks.parts.launchers import HOSTS, LAUNCHERS, REQUIREMENTS, ROOT, Launcher, install
-from benchmarks.parts.report import find_commit, machine
+from benchmarks.parts.report import describe_record
 from benchmarks.peers import job
 
 FOLDER = ROOT / "build" / "head_to_head"
@@ -102,10 +99,8 @@ class Run:
 
     def _cause(self, event: Event) -> None:
         launcher = self._launcher
-        if event.what == "add_host":
-            launcher.add_host(event.host)
-        elif event.what == "remove_host":
-            launcher.remove_host(event.host)
+        if event.what in ("add_host", "remove_host"):
+            getattr(launcher, event.what)(event.host)
         elif event.what == "kill_driver":
             launcher.kill_driver()
         elif event.what == "continue":
@@ -154,9 +149,7 @@ class Run:
         )
 
     def _has_finished(self) -> bool:
-        if (self._launcher.folder / "weights.pt").exists():
-            return True
-        return self._launcher.has_ended()
+        return (self._launcher.folder / "weights.pt").exists() or self._launcher.has_ended()
 
 
 def measure_distance(folder: Path, reference: Path) -> float | None:
@@ -171,6 +164,7 @@ def measure_distance(folder: Path, reference: Path) -> float | None:
 
 
 def run(peer: str, plan: str, repeat: int, steps: int) -> dict[str, Any]:
+    time.sleep(SETTLE)
     folder = FOLDER / f"{peer}-{plan}-{repeat}"
     if folder.exists():
         folder.rename(FOLDER / f"{folder.name}.{int(time.time())}")
@@ -185,66 +179,63 @@ def run(peer: str, plan: str, repeat: int, steps: int) -> dict[str, Any]:
     return {"peer": peer, "plan": plan, "repeat": repeat, **measured}
 
 
-def record(path: Path, runs: list[dict[str, Any]], steps: int, note: str) -> None:
-    """Write the runs, and keep those of the record that were not run again. Runs are compared with undisturbed ones of
-    the same call, if there are any: machines differ."""
+@dataclass(frozen=True)
+class Measured:
+    """What is run, one after the other, as the record is written."""
+
+    steps: int
+    note: str
+    runs: Iterator[dict[str, Any]]
+
+
+def measure(
+    repeat: int = 1,
+    steps: int = 640,
+    peers: tuple[str, ...] = tuple(LAUNCHERS),
+    plans: tuple[str, ...] = tuple(PLANS),
+    note: str = "",
+) -> Measured:
+    """repeat: runs of each peer under each plan. note: a sentence for the page, such as what else the machine did."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # closes the job
+    for peer in peers:
+        install(peer)
+    cases = itertools.product(range(repeat), plans, peers)
+    return Measured(steps, note, (run(peer, plan, number, steps) for number, plan, peer in cases))
+
+
+def finish(name: str, measured: Measured, path: Path | None, keeps: bool = False) -> None:
+    """Print each run and write it into the record. keeps: the record's runs that are not run again."""
+    before = json.loads(path.read_text()) if keeps and path is not None and path.exists() else None
+    kept = before["runs"] if before is not None and before["steps"] == measured.steps else []
+    runs: list[dict[str, Any]] = []
+    for one in measured.runs:
+        print({what: value for what, value in one.items() if what != "curve"}, flush=True)
+        runs.append(one)
+        if path is not None:
+            record = make_record(name, runs, kept, measured)
+            path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def make_record(
+    name: str, runs: list[dict[str, Any]], kept: list[dict[str, Any]], measured: Measured
+) -> dict[str, Any]:
+    """The runs, and those of `kept` that were not run again. Runs are compared with undisturbed ones of the same call,
+    if there are any: machines differ."""
     for each in runs:
         bases = [rate(other) for other in runs if (other["peer"], other["plan"]) == (each["peer"], "none")]
         each |= {"base": statistics.median(bases)} if bases else {}
-    kept = []
-    if path.exists():
-        before = json.loads(path.read_text())
-        new = {(r["peer"], r["plan"], r["repeat"]) for r in runs}
-        if before["steps"] == steps:
-            kept = [r for r in before["runs"] if (r["peer"], r["plan"], r["repeat"]) not in new]
+    all_runs = {(run["peer"], run["plan"], run["repeat"]): run for run in [*kept, *runs]}
     pinned_torch = f"torch=={torch.__version__.partition('+')[0]}"
-    made = {
-        "name": "head_to_head",
-        "machine": machine(),
-        "commit": find_commit(),
-        "date": time.strftime("%Y-%m-%d"),
+    return {
+        **describe_record(name),
         "versions": {
             "spark_elastic": [f"spark_elastic=={spark_elastic.__version__}", pinned_torch],
             "torchrun": [pinned_torch],
-            **{name: list(pinned) for name, pinned in REQUIREMENTS.items() if name in LAUNCHERS},
+            **{peer: list(pinned) for peer, pinned in REQUIREMENTS.items() if peer in LAUNCHERS},
         },
-        "note": note,
-        "steps": steps,
+        "note": measured.note,
+        "steps": measured.steps,
         "batch": job.BATCH,
         "checkpoint_steps": job.CHECKPOINT_STEPS,
-        "runs": sorted([*kept, *runs], key=lambda r: (r["peer"], r["plan"], r["repeat"])),
+        "runs": [all_runs[key] for key in sorted(all_runs)],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(made, indent=1) + "\n")
-
-
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--json", type=Path, default=FOLDER / "head_to_head.json", help="the record")
-    options.add_argument("--repeat", type=int, default=1, help="runs of each peer under each plan")
-    options.add_argument("--steps", type=int, default=640)
-    options.add_argument("--peers", nargs="*", choices=tuple(LAUNCHERS), default=tuple(LAUNCHERS))
-    options.add_argument("--plans", nargs="*", choices=tuple(PLANS), default=tuple(PLANS))
-    options.add_argument(
-        "--note", default="", help="a sentence for the page, such as what else the machine did"
-    )
-    options.add_argument("--page", action="store_true", help="write the page and its plots, and run nothing")
-    arguments = options.parse_args()
-    if arguments.page:
-        write_page(json.loads(arguments.json.read_text()), ROOT / "docs")
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # closes the job
-    for peer in arguments.peers:
-        install(peer)
-    runs = []
-    for repeat in range(arguments.repeat):
-        for plan in arguments.plans:
-            for peer in arguments.peers:
-                time.sleep(SETTLE)
-                runs.append(run(peer, plan, repeat, arguments.steps))
-                print({name: value for name, value in runs[-1].items() if name != "curve"}, flush=True)
-                record(arguments.json, runs, arguments.steps, arguments.note)
-
-
-if __name__ == "__main__":
-    main()

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -146,15 +147,17 @@ def write_table(folder: Path, rows: int) -> None:
 
 
 def compare_speeds(folder: Path, processes: int, rounds: int, epochs: int) -> list[Row]:
+    from benchmarks.parts.ranks import compare_figures
+
     # Lance reads by threads of its own.
     names = [name for name in LOADERS if name != "Lance" or not processes]
-    turns = [[call(name, "read_epochs", folder, processes, epochs) for name in names] for _ in range(rounds)]
-    medians = [[median(figure) for figure in zip(*own, strict=True)] for own in zip(*turns, strict=True)]
-    found = []
-    for name, (speed, peak) in zip(names[1:], medians[1:], strict=True):
+    contenders = {name: partial(call, name, "read_epochs", folder, processes, epochs) for name in names}
+    medians = compare_figures(contenders, rounds)
+    (own_speed, own_peak), found = medians.pop("Ours"), []
+    for name, (speed, peak) in medians.items():
         case = f"{processes} worker processes, beside {LOADERS[name].title}"
-        found.append(Row(case, medians[0][0], speed, "rows/s"))
-        found.append(Row(f"{case}: peak of memory", medians[0][1], peak, "MB"))
+        found.append(Row(case, own_speed, speed, "rows/s"))
+        found.append(Row(f"{case}: peak of memory", own_peak, peak, "MB"))
     return found
 
 

@@ -1,12 +1,12 @@
 """Runs benchmarks by the name of their record: `python -m benchmarks.run NAME ...`.
 
-    python -m benchmarks.run memory row_order --record    writes the records in benchmarks/results
+    python -m benchmarks.run memory transform --record    writes the records in benchmarks/results
     python -m benchmarks.run allreduce --set rounds=3    with another setting: a parameter of the benchmark's `measure`
     python -m benchmarks.run allreduce --small    its smallest size, which shows that it runs
     python -m benchmarks.run torch_distributed --set "what=('commits',)" --record --keep    renews some rows of a record
 
-What a benchmark asks, and of what, is in the docstring of its module. The head to head has a record of its own form,
-and a program of its own: `python -m benchmarks.head_to_head`.
+What a benchmark asks, and of what, is in the docstring of its module. A module with a `finish` of its own has a record
+of its own form.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ CASES = {
     "bulk_recovery": Case("gpu:compare_recoveries", {"device": "simnccl"}, {"kills": 1}),
     "compiled_cpu": Case("gpu:measure", {"device": "cpu", "cases": (4, 5)}, {"cases": (4,), **ONE_ROUND}),
     "control_plane": Case("control_plane:measure", small={"sizes": (2,)}),
-    "data_loader": Case("data_loader:measure", small={"rows": 2048, **ONE_ROUND}),
     "estimator": Case("estimator:measure", small={"rows": 4096, "nets": ("small",), **ONE_ROUND}),
     "frozen": Case("frozen:measure", small={"megabytes": (1,), "kills": 1, "rounds": 2}),
     "gpu": Case("gpu:measure", {"rounds": 3}, ONE_ROUND),
     "gpu_recovery": Case("gpu:compare_recoveries", {"device": "cuda", "kills": 8}, {"kills": 1}),
-    "kept_commits": Case("kept_commits:measure", small={"nets": ((2, 16),), **ONE_ROUND}),
+    "head_to_head": Case(
+        "head_to_head:measure",
+        {"repeat": 3},
+        {"repeat": 1, "steps": 60, "peers": ("spark_elastic",), "plans": ("none",)},
+    ),
     "loop_memory": Case("memory:measure_loops", small={"megabytes": 1024}),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}),
-    "packing": Case("packing:measure", small={"documents": 6000, **ONE_ROUND}),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}),
     "row_loader": Case("row_loader:measure", small={"rows": 20_003, "epochs": 1, **ONE_ROUND}),
-    "row_order": Case("row_order:measure", small={"millions": 0.01, **ONE_ROUND}),
-    "step_loss": Case("step_loss:measure", small={"rows": 4, "passes": (2,), **ONE_ROUND}),
     "torch_distributed": Case(
         "torch_distributed:measure", small={"ranks": (2,), "layers": 4, "width": 32, "kills": 1, **ONE_ROUND}
     ),
@@ -71,9 +71,10 @@ CASES = {
 
 
 def run(name: str, settings: dict[str, Any], record: bool, keeps: bool) -> None:
-    module, function = CASES[name].measure.split(":")
-    measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
-    finish(name, measure(**settings), RESULTS / f"{name}.json" if record else None, keeps)
+    where, function = CASES[name].measure.split(":")
+    module = importlib.import_module(f"benchmarks.{where}")
+    report = getattr(module, "finish", finish)
+    report(name, getattr(module, function)(**settings), RESULTS / f"{name}.json" if record else None, keeps)
 
 
 def read_setting(text: str) -> tuple[str, Any]:

@@ -9,7 +9,7 @@ time.
 
 Commits of `FSDPState`: model and AdamW's state divided by FSDP2, each rank a host. The peer is a commit without copies
 on other hosts, or the bytes of what a rank trains. Recovery: a DDP loop on processes of this machine, one of which is
-killed in each world of all workers (`benchmarks/parts/ddp_recovery.py`). `what` names one kind.
+killed in each world of all workers (`benchmarks/parts/loop_recovery.py`). `what` names one kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.testing._internal.distributed.fake_pg  # registers torch's backend 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.parts.ddp_recovery import measure_recovery
+from benchmarks.parts.loop_recovery import measure_recovery
 from benchmarks.parts.ranks import be_worker, find_medians, join_group, run_ranks, take_turns
 from benchmarks.parts.report import Row
 from benchmarks.training_step import Net

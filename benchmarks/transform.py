@@ -63,10 +63,6 @@ def make_row_udf() -> Callable[..., SparkColumn]:
     return F.udf(predict, DoubleType())
 
 
-def add_prediction(df: DataFrame, column: SparkColumn) -> DataFrame:
-    return df.withColumn("prediction", column)
-
-
 def predict_all(make: Callable[[], DataFrame], count: int) -> list[float]:
     """[rows/s]"""
     begin = time.perf_counter()
@@ -85,8 +81,10 @@ def measure(rows: int = 1_000_000, rounds: int = 5) -> list[Row]:
         by_batch, by_row = make_batched_udf(), make_row_udf()
         contenders = {
             "ours": partial(predict_all, lambda: model.transform(df), rows),
-            "predict_batch_udf": partial(predict_all, lambda: add_prediction(df, by_batch("x")), rows),
-            "a row at a time": partial(predict_all, lambda: add_prediction(part, by_row("x")), few),
+            "predict_batch_udf": partial(
+                predict_all, lambda: df.withColumn("prediction", by_batch("x")), rows
+            ),
+            "a row at a time": partial(predict_all, lambda: part.withColumn("prediction", by_row("x")), few),
         }
         speeds = compare_figures(contenders, rounds, warm_up=1)
     (ours,) = speeds.pop("ours")

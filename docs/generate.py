@@ -1,5 +1,5 @@
 """Writes params.md from the Params, benchmarks.md from benchmarks/results, platforms.md and works-with.md from
-tests/platforms/results, conformance.md from tests/conformance, and the figures that other pages quote from
+tests/platforms/results, conformance.md from tests/conformance, and the tables and figures that other pages have from
 benchmarks/results: `python docs/generate.py`. Names records that are old.
 """
 
@@ -436,6 +436,8 @@ if __name__ == "__main__":
     (FOLDER / "platforms.md").write_text(platforms_page())
     (FOLDER / "works-with.md").write_text(works_with_page())
     (FOLDER / "conformance.md").write_text(conformance_page())
+    head_page = runpy.run_path(str(RESULTS.parent / "parts" / "head_page.py"))
+    head_page["write_page"](json.loads((RESULTS / "head_to_head.json").read_text()), FOLDER)
     for page in FOLDER.rglob("*.md"):
         page.write_text(fill_figures(page.read_text()))
     sys.stderr.writelines(f"{old}\n" for old in describe_old_records())

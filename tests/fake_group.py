@@ -1,15 +1,15 @@
 """Groups without sockets, for tests of code that uses `Group`: the ranks of one generation are threads of one process.
 
 `FakeFabric(3).group(r)` behaves like a group of the engine: results, errors with ranks, abort, close, timeout,
-mismatch. In addition a test can kill a rank, at once or at its n-th collective. One difference: every collective waits
-for all ranks, including the root of a broadcast. One condition variable guards all state; any thread may call anything.
+mismatch. In addition a test can kill a rank. One difference: every collective waits for all ranks, including the root
+of a broadcast. One condition variable guards all state; any thread may call anything.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,6 @@ class FakeFabric:
         self._left: dict[int, CollectiveError] = {}  # closed or killed ranks, with what their own calls raise
         self._limits: dict[int, tuple[float | None, float]] = {}  # by rank: seconds, counted from a time
         self._watches: dict[int, WaitObserver | None] = {}
-        self._scheduled_faults: dict[tuple[int, int], Callable[[], None]] = {}
         self._subgroups: dict[int, tuple[list[int], FakeFabric]] = {}
         self._groups = [FakeGroup(self, rank) for rank in range(size)]
 
@@ -87,14 +86,6 @@ class FakeFabric:
     def kill(self, rank: int) -> None:
         """Kill the rank: its own calls raise, and peers that wait for it get `PeerLost`."""
         self.leave(rank, GroupAborted((rank,), f"rank {rank} was killed by the test"))
-
-    def kill_at(self, rank: int, nth: int) -> None:
-        """Kill the rank as it enters its n-th collective, counted from 1."""
-        self._scheduled_faults[rank, nth] = lambda: self.kill(rank)
-
-    def fail_at(self, rank: int, nth: int, error: CollectiveError) -> None:
-        """Let the rank's n-th collective, counted from 1, end the group with `error` on all ranks."""
-        self._scheduled_faults[rank, nth] = lambda: self.fail(error)
 
     def fail(self, error: CollectiveError) -> None:
         """End the group; the first cause stays."""
@@ -134,8 +125,6 @@ class FakeFabric:
 
     def exchange_parts(self, rank: int, nth: int, call: tuple[Any, ...], part: Array) -> list[Array]:
         """Pass `part` to the rank's n-th collective and return all parts in rank order."""
-        if planned := self._scheduled_faults.pop((rank, nth), None):
-            planned()
         with self._changed:
             self._check(rank)
             while len(self._meetings) < nth:
@@ -306,12 +295,9 @@ class FakeGroup(Group):
         # The name tells 16-bit floats apart: numpy holds bfloat16 as uint16.
         wire = dtype if reduction.wire == "plain" else reduction.wire
         call = (kind, reduction.shapes, dtype, reduction.op, wire, reduction.algorithm)
-        result = self._fold_parts(call, own if wire == dtype else narrow(own, wire), wire, reduction)
+        parts = self._exchange_parts(call, own if wire == dtype else narrow(own, wire))
+        result = reduce_parts(parts, wire, reduction.op, reduction.after)
         return result if wire == dtype else widen(result, wire)
-
-    def _fold_parts(self, call: tuple[Any, ...], part: Array, dtype: str, reduction: Reduction) -> Array:
-        """Reduce the parts of all ranks, which have this dtype, to one array."""
-        return reduce_parts(self._exchange_parts(call, part), dtype, reduction.op, reduction.after)
 
     def _exchange_parts(self, call: tuple[Any, ...], part: Array) -> list[Array]:
         """call: must be equal on all ranks. part: may differ between ranks in its first dimension."""

@@ -1,4 +1,7 @@
-"""The page docs/head-to-head.md and its two plots, made from the record of benchmarks/head_to_head.py alone."""
+"""The page docs/head-to-head.md and its two plots, made from the record of benchmarks/head_to_head.py alone.
+
+`docs/generate.py` runs it as a file.
+"""
 
 from __future__ import annotations
 
@@ -23,69 +26,27 @@ PLANS = {
     "driver": "the process that coordinates is killed",
 }
 
-INTRODUCTION = """# Head to head
-
-torchrun, Ray Train, torchft and spark_elastic train the same net on the same rows, with the same optimizer and the same
-global batch, while real signals hit real processes of each.
-`python -m benchmarks.head_to_head --repeat 3 --json benchmarks/results/head_to_head.json`
-makes the numbers, and `--page` the page.
-
-"""
-
-COLUMNS = """
-## What the columns mean
-
-`benchmarks/parts/history.py` computes all columns but the last from a ledger of every worker's rows and steps.
-
-- **time**: seconds from the first step to the last one, without start-up.
-- **goodput**: rows that are due and in the final weights, per second of that time, divided by the same of the peer's
-  own undisturbed runs.
-- **missing**, **twice**: a row is due once per epoch. How often rows are not in the final weights though due, and how
-  often they are in them beyond that. Steps that were rolled back do not count here.
-- **rolled back**: steps that were applied and taken again, because the job went back to a checkpoint.
-- **stall**: the longest time after a fault in which no step was applied that is higher than all before it, so repeated
-  steps count; the mean over faults. A host that leaves as planned, or comes, counts as a fault.
-- **distance**: max|difference| / max|weight| between the final weights and those of the peer's own first undisturbed
-  run.
-
-Cells are medians over the runs, with the smallest and the largest beside them.
-
-## How each is set up
-
-The scripts are in `benchmarks/peers`; the peers' authors are welcome to correct them.
-
-- What coordinates is our driver, torchrun's agent of host 0 with its worker, Ray's driver, torchft's lighthouse. It is
-  started again as soon as it is dead, and so is each other process that ends by an error after it.
-- All: two workers of one thread each on this machine, Gloo over the loopback interface or our engine, a table in
-  memory, SGD with momentum, {batch} rows per step over all workers. A worker that is alone takes the whole step
-  (torchft: half of it).
-- **spark_elastic**: `ElasticDataLoader`, `DistributedOptimizer` and a commit per step under `spark-elastic-run` with a
-  discovery script, a run's name, a store and `--restarts`, default settings, without Spark. **bitwise** is the same
-  loop with `determinism="bitwise"` and a virtual share per host: the final weights have the same bits after any faults.
-- **torchrun**: an agent per host, `--nnodes=1:2`, c10d rendezvous on host 0, default timeouts; a checkpoint every
-  {checkpoint_steps} steps, and a restart continues at the checkpoint's row. `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`,
-  since without it restarted workers dial addresses of the world before.
-- **Ray Train**: a node per host, `num_workers=(1, 2)`, `max_failures=-1`, a reported checkpoint every
-  {checkpoint_steps} steps. `elastic_resize_monitor_interval_s` is 5: its default, 60, is longer than a run.
-- **torchft**: a replica group per worker, options and timeouts from its README and its example `train_ddp.py`. A
-  replica that is away leaves its share of a step out, as documented; the column *missing* shows it.
-
-{versions}
-
-Machine: {machine}. Steps of a run: {steps}. Runs of each peer under each plan: {runs_of_each}.
-"""
+BEGIN, END = "<!-- made from the record -->", "<!-- the end of what is made from the record -->"
 
 
 def write_page(record: dict[str, Any], docs: Path) -> None:
-    """Write docs/head-to-head.md, and its plots into docs/images."""
-    note = textwrap.fill(f"**{record['note']}**", 120) + "\n\n" if record["note"] else ""
-    text = INTRODUCTION + note + "\n".join(make_tables(record)) + "\n"
-    versions = [f"- {PEERS[name][0]}: {', '.join(pins)}" for name, pins in record["versions"].items()]
-    fewest = min(len(select(record, run["peer"], run["plan"])) for run in record["runs"])
-    text += COLUMNS.format(**{**record, "versions": "\n".join(versions), "runs_of_each": fewest})
-    (docs / "head-to-head.md").write_text(text)
+    """Write the tables of docs/head-to-head.md between their marks, and its plots into docs/images."""
+    page = docs / "head-to-head.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(before + make_part(record) + rest.partition(END)[2])
     plot_goodput(record, docs / "images" / "head-to-head-goodput.svg")
     plot_progress(record, docs / "images" / "head-to-head-progress.svg")
+
+
+def make_part(record: dict[str, Any]) -> str:
+    """The part of the page that the record makes, with its marks."""
+    note = [textwrap.fill(f"**{record['note']}**", 120), ""] if record["note"] else []
+    versions = [f"- {PEERS[name][0]}: {', '.join(pins)}" for name, pins in record["versions"].items()]
+    fewest = min(len(select(record, run["peer"], run["plan"])) for run in record["runs"])
+    what = f"Machine: {record['machine']}. Steps of a run: {record['steps']}, of {record['batch']} rows."
+    often = f"Steps between checkpoints: {record['checkpoint_steps']}. Runs of each peer under each plan: {fewest}."
+    ran = ["## What ran", "", *versions, "", what, often]
+    return "\n".join([BEGIN, "", *note, *make_tables(record), *ran, "", END])
 
 
 def select(record: dict[str, Any], peer: str, plan: str) -> list[dict[str, Any]]:

@@ -245,8 +245,8 @@ LAUNCHERS: dict[str, type[Launcher]] = {
 }
 
 
-def kill_tree(pid: int, number: int = signal.SIGKILL) -> None:
-    """A process and all that it has started."""
+def kill_tree(pid: int) -> None:
+    """SIGKILL to a process and all that it has started."""
     try:
         process = psutil.Process(pid)
         victims = [process, *process.children(recursive=True)]
@@ -254,6 +254,6 @@ def kill_tree(pid: int, number: int = signal.SIGKILL) -> None:
         return
     for victim in victims:
         try:
-            victim.send_signal(number)
+            victim.kill()
         except psutil.NoSuchProcess:
             continue

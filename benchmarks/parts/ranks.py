@@ -120,11 +120,3 @@ def compare_figures(
         name: [statistics.median(column) for column in zip(*figures[warm_up:], strict=True)]
         for name, figures in found.items()
     }
-
-
-def time_rows(read: Callable[[], int], rows: int) -> tuple[float, float]:
-    """(rows/s, CPU seconds of this process per million rows) of what reads them all."""
-    begin, cpu = time.perf_counter(), time.process_time()
-    seen = read()
-    assert seen == rows
-    return rows / (time.perf_counter() - begin), (time.process_time() - cpu) / rows * 1e6

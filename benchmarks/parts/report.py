@@ -11,7 +11,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
@@ -55,11 +55,10 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def as_json(name: str, rows: Sequence[Row]) -> str:
-    """The record of a run."""
-    lines = [{"case": r.case, "ours": r.ours, "peer": r.peer, "unit": r.unit, "ratio": r.ratio} for r in rows]
-    when = {"commit": find_commit(), "date": time.strftime("%Y-%m-%d")}
-    return json.dumps({"name": name, "machine": machine(), **when, "rows": lines}, indent=1) + "\n"
+def describe_record(name: str) -> dict[str, str]:
+    """What each record begins with."""
+    date = time.strftime("%Y-%m-%d")
+    return {"name": name, "machine": machine(), "commit": find_commit(), "date": date}
 
 
 def finish(name: str, rows: Sequence[Row], path: Path | None, keeps: bool = False) -> None:
@@ -72,7 +71,8 @@ def finish(name: str, rows: Sequence[Row], path: Path | None, keeps: bool = Fals
             measured = {row.case for row in rows}
             recorded = [row for row in json.loads(path.read_text())["rows"] if row["case"] not in measured]
             rows = [*(Row(r["case"], r["ours"], r["peer"], r["unit"]) for r in recorded), *rows]
-        path.write_text(as_json(name, rows))
+        lines = [{**asdict(row), "ratio": row.ratio} for row in rows]
+        path.write_text(json.dumps({**describe_record(name), "rows": lines}, indent=1) + "\n")
 
 
 def _format(value: float | None) -> str:

@@ -54,7 +54,7 @@ class ComparedSteps:
             weight = draw.normal(scale=width**-0.5, size=(width, width))
             first += [weight.astype(np.float32), np.zeros(width, np.float32)]
 
-        def make_step(reduced: Callable[[Any, list[Any], list[Any]], list[Any]]) -> Callable[[], object]:
+        def make_step(reduced: Callable[[Any, Any, list[Any]], Any]) -> Callable[[], object]:
             variables = [tf.Variable(array) for array in first]
 
             def step() -> None:
@@ -68,25 +68,19 @@ class ComparedSteps:
 
             return step
 
-        def reduce_by_tape(tape: Any, loss: Any, variables: list[Any]) -> list[Any]:
-            found: list[Any] = hvd.DistributedGradientTape(tape).gradient(loss, variables)
-            return found
-
-        def reduce_by_strategy(tape: Any, loss: Any, variables: list[Any]) -> list[Any]:
+        def reduce_by_strategy(tape: Any, loss: Any, variables: list[Any]) -> Any:
             gradients = tape.gradient(loss, variables)
-            context, mean = tf.distribute.get_replica_context(), tf.distribute.ReduceOp.MEAN
-            found: list[Any] = context.all_reduce(mean, gradients)
-            return found
-
-        def reduce_nothing(tape: Any, loss: Any, variables: list[Any]) -> list[Any]:
-            found: list[Any] = tape.gradient(loss, variables)
-            return found
+            mean = tf.distribute.ReduceOp.MEAN
+            return tf.distribute.get_replica_context().all_reduce(mean, gradients)
 
         in_scope = make_step(reduce_by_strategy)
         placed = group.buffer(4 * sum(array.size for array in first)).view(np.float32)
-        return [
-            tf.function(make_step(reduce_nothing), autograph=False),
-            tf.function(make_step(reduce_by_tape), autograph=False),
-            tf.function(lambda: self._strategy.run(in_scope), autograph=False),
-            lambda: group.allreduce(placed),
-        ]
+        contenders = (
+            make_step(lambda tape, loss, variables: tape.gradient(loss, variables)),
+            make_step(
+                lambda tape, loss, variables: hvd.DistributedGradientTape(tape).gradient(loss, variables)
+            ),
+            lambda: self._strategy.run(in_scope),
+        )
+        functions = [tf.function(contender, autograph=False) for contender in contenders]
+        return [*functions, lambda: group.allreduce(placed)]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_elastic.data.reading.decoding import CHECKSUMS
+from spark_elastic.data.reading.decoding import CHECKSUMS, join_batches
 from spark_elastic.data.store import Store
 
 CHUNK_BYTES = 64 << 20  # that a task sorts at a time; with copies of them it holds three times that
@@ -265,10 +265,10 @@ def _join_batches(batches: Batches) -> Iterator[pa.RecordBatch]:
         waiting.append(pa.RecordBatch.from_struct_array(batch.column(0)))
         size += batch.nbytes
         if size >= CHUNK_BYTES:
-            yield _concatenate(waiting)
+            yield join_batches(waiting)
             waiting, size = [], 0
     if any(map(len, waiting)):
-        yield _concatenate(waiting)
+        yield join_batches(waiting)
 
 
 def _iter_numbers(batches: Batches) -> Iterator[int]:
@@ -288,7 +288,7 @@ def _read_sorted(
         found = [rows for batches in pool.map(read, names) for rows in batches]
     if not found:
         return None, np.array([], np.int64)
-    rows = _concatenate(found)
+    rows = join_batches(found)
     hashes, exact = (_to_numpy(rows, name) for name in sort.hashes)
     order = _sort_range(hashes.view(np.uint64), exact, number, files)
     return rows if len(order) else None, order
@@ -307,11 +307,6 @@ def _sort_range(hashes: Hashes, exact: Any, number: int, files: int) -> npt.NDAr
 def _find_changes(keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     changes: npt.NDArray[np.bool_] = np.diff(keys, prepend=~keys[:1]) != 0
     return changes
-
-
-def _concatenate(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    (joined,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
-    return joined
 
 
 # ---- `pa.array`, `pa.scalar` and `to_numpy` import pandas, which takes a new Python worker of Spark's half a second

@@ -61,17 +61,15 @@ def create_file(path: str, data: bytes) -> bool:
     make_folder(folder)
     temporary = _name_temporary(folder)
     try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)
+        _write_new_file(temporary, data)
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if not _is_unsupported(error):
+                raise
+            _write_new_file(path, data)  # it exists at once; its content follows a moment later
     except FileExistsError:
         return False
-    except OSError as error:
-        if not _is_unsupported(error):
-            raise
-        return _create_without_link(path, data)
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
@@ -102,17 +100,11 @@ def _name_temporary(folder: str) -> str:
     return f"{folder}/{TEMPORARY}{uuid.uuid4().hex}"
 
 
-def _create_without_link(path: str, data: bytes) -> bool:
-    """The file exists at once; its content follows a moment later."""
-    try:
-        with open(path, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except FileExistsError:
-        return False
-    _sync_folder(os.path.dirname(path))
-    return True
+def _write_new_file(path: str, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _is_unsupported(error: Exception) -> bool:

@@ -34,9 +34,8 @@ from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.messages import SPARK_STOPPED
 from spark_elastic.rendezvous import codec
-from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore, OwnedRun
 from spark_elastic.runs.identity import WEIGHTS
-from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import (
     PIECE_BYTES,
     align_ragged,
@@ -333,17 +332,11 @@ def locate_rows(
 ) -> FileRows:
     """The rows of `fit_on_parquet`. Raises InvalidInput without a session or a path, and for several file systems."""
     known = require_session(session)
-    files, names = _locate_files([*paths, *validation_paths] if paths else (), options)
+    files, names = locate_files([*paths, *validation_paths] if paths else (), options)
     divided = names[: len(paths)], names[len(paths) :]
     parts = [partial(describe_parquet, files, names=each) for each in divided if each]
     source = f"Parquet files in {files.url}"
     return FileRows(known, "fit_on_parquet", "validation_paths", files, parts, files.url, source)
-
-
-def _locate_files(paths: Sequence[str], storage_options: Options) -> tuple[Store, tuple[str, ...]]:
-    if not paths:
-        raise InvalidInput("paths is empty: name a Parquet file or a folder.")
-    return locate_files(paths, storage_options)
 
 
 @dataclass(frozen=True)
@@ -448,7 +441,7 @@ def describe_paths(
 ) -> tuple[Store, Manifest, str]:
     """The fields of `Rows.from_parquet`."""
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    files, names = _locate_files([str(each) for each in given], storage_options)
+    files, names = locate_files([str(each) for each in given], storage_options)
     wanted = list_names(columns, list_parquet_columns(files, names))
     manifest = describe_parquet(files, wanted, transformed=True, names=names, collect=_choose_collector())
     return files, manifest, f"Parquet files in {files.url}"

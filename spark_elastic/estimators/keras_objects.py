@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from spark_elastic.checks import FUNCTION, make_kind, make_whole
-from spark_elastic.clusters.run import captures
+from spark_elastic.clusters.run import user_code
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.validation import (
@@ -53,9 +53,9 @@ from spark_elastic.training.keras.compiled import (
     activity_by_row,
     compute_results,
     list_layer_metrics,
-    widen,
 )
-from spark_elastic.training.keras.step import RunningStats, make_dense, to_arrays
+from spark_elastic.training.keras.state import read_value
+from spark_elastic.training.keras.step import RunningStats, make_dense
 from spark_elastic.training.keras.trainer import ConnectedModel, KerasUserObjects
 from spark_elastic.training.progress import check_metric_names, check_watched_names
 from spark_elastic.training.spec import TrainSpec
@@ -195,7 +195,7 @@ def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archiv
         raise InvalidInput(f"the model cannot be written to a .keras file: {_shorten(error)}") from error
     except Exception:  # objects may raise anything while they are pickled
         for name, own in {**collect_custom_objects(model), **(custom_objects or {})}.items():
-            captures.dumps(own, f"{name!r} of the model, its loss, its metrics or custom_objects")
+            user_code.dumps(own, f"{name!r} of the model, its loss, its metrics or custom_objects")
         raise
 
 
@@ -414,7 +414,7 @@ class _Tries:
     def _call_model(self, batch: LocalBatch[Any], *, training: bool) -> list[Any]:
         with activity_by_row(self.model, len(batch)):
             outputs = self.model(self._found.structure.inputs(list(batch.features)), training=training)
-        return [widen(each) for each in to_arrays(keras.tree.flatten(outputs))]
+        return [read_value(each) for each in keras.tree.flatten(outputs)]
 
     def _check_step(self) -> None:
         """Refuse what workers would compute in different ways without noticing: they would train on gradients of other

@@ -273,7 +273,6 @@ class OneBucketMode(LocalMode):
         self._messages = self._array[end:].reshape(group.size, message_bytes)
         self._clock = SystemClock()
         self._wire = layout.options.wire if dtype == np.float32 else None
-        self._watch = watch_collective(group, lambda: layout.names, layout.options)
         self._is_compared = False  # the ranks have compared this layout
 
     def begin(self, passes: int, thread: CollectiveThread, timeline: Timeline | None) -> None:
@@ -295,7 +294,7 @@ class OneBucketMode(LocalMode):
             check_agreement(self._group, self.layout)
             self._is_compared = True
         begin = self._clock.now()
-        with self._watch:
+        with watch_collective(self._group, lambda: self.layout.names, self.layout.options):
             self._group.allreduce(self._array, compression=self._wire)
         if self._timeline is not None:
             nbytes = self._array.nbytes

@@ -239,7 +239,10 @@ class FSDPState(ObjectState):
         if chosen is None:
             self._begin_training(group)
         else:
-            self._continue(group, *chosen)
+            commit, common = chosen
+            self._load_built(common, self._commits.divide(group, commit, common))
+            for callback in self._reset_callbacks if commit.key.fence != FROM_CHECKPOINT else ():
+                callback()
         self.renew_commit()
         self._report_commit()
 
@@ -273,12 +276,6 @@ class FSDPState(ObjectState):
             extents, _ = lay_out(commit.tensors, group.size, group.rank)
             self._load_values(common)
             self._load_built(common, [extent.of(commit.shards[group.rank]) for extent in extents])
-
-    def _continue(self, group: Group, chosen: RestorableCommit, common: Snapshot) -> None:
-        self._load_built(common, self._commits.divide(group, chosen, common))
-        if chosen.key.fence != FROM_CHECKPOINT:
-            for callback in self._reset_callbacks:
-                callback()
 
     def _build_values(self) -> None:
         for name in self._built:

@@ -12,7 +12,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -54,9 +54,11 @@ from spark_elastic.runs.snapshot import (
     pickle_value,
 )
 from spark_elastic.worker.context import WorkerContext, get_context
+from spark_elastic.worker.function_program import DIST_ENV, DistEnv, exchange_dist_env
 from spark_elastic.worker.program import WorkerHandle
-from spark_elastic.worker.script import DIST_ENV, DistEnv, exchange_dist_env
 from spark_elastic.worker.session import get_group, mark_loop_begun, update_metrics
+
+H = TypeVar("H", bound=StateHandler)
 
 PLAIN = ""  # key of the pickled values in a snapshot's values; no value of a state has such a name
 
@@ -318,18 +320,15 @@ class ObjectState(State):
         group = self._find_group()
         if group is None:
             return {}
-        samplers = self._find_sampler_handlers().items()
+        samplers = self._find_handlers(SamplerStateHandler).items()
         return {name: group.allgather_bytes(handler.pack_progress()) for name, handler in samplers}
 
     def _merge_progress(self, progress: dict[str, list[bytes]]) -> None:
         differing = {name: packed for name, packed in progress.items() if any(packed)}
         for name, packed in differing.items():
-            self._find_sampler_handlers()[name].merge_progress(packed)
+            self._find_handlers(SamplerStateHandler)[name].merge_progress(packed)
         if differing:
             self.renew_commit()
-
-    def _find_sampler_handlers(self) -> dict[str, SamplerStateHandler]:
-        return {name: h for name, h in self._handlers.items() if isinstance(h, SamplerStateHandler)}
 
     def _find_group(self) -> Group | None:
         return get_group() if self._session is None else self._session.group
@@ -423,6 +422,10 @@ class ObjectState(State):
 
     def _find_snapshot_handlers(self) -> dict[str, SnapshotHandler]:
         return {name: h for name, h in self._handlers.items() if isinstance(h, SnapshotHandler)}
+
+    def _find_handlers(self, kind: type[H]) -> dict[str, H]:
+        """Those of one class, by the names of their values."""
+        return {name: handler for name, handler in self._handlers.items() if isinstance(handler, kind)}
 
     def _capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
         values = {name: handler.capture(builder) for name, handler in self._find_snapshot_handlers().items()}
@@ -535,7 +538,7 @@ class WorkerSession:
 
     def wait_until_idle(self) -> None:
         """Wait until no other thread calls the group's collectives."""
-        _require_context().group_context.wait_until_idle()
+        _require_context().group_context.collective_thread.drain()
 
     def report_commit(self, commits: int) -> None:
         """Report that this worker now holds the state of `commits` commits."""

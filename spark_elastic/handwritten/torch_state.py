@@ -44,14 +44,8 @@ from spark_elastic.worker.session import WorkerNotificationManager, notification
 
 __all__ = ["HostUpdateResult", "WorkerNotificationManager", "notification_manager", "run"]
 __all__ += ["ElasticDataLoader", "ElasticSampler", "ObjectState", "State", "TorchState"]
-__all__ += [
-    "ModelStateHandler",
-    "OptimizerStateHandler",
-    "SamplerStateHandler",
-    "SnapshotHandler",
-    "StateHandler",
-]
-__all__ += ["get_handler_registry", "set_handler_registry"]
+__all__ += ["ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler"]
+__all__ += ["SnapshotHandler", "StateHandler", "get_handler_registry", "set_handler_registry"]
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +145,7 @@ class TorchState(ObjectState):
         group = self._find_group()
         if group is None or group.size == 1:
             return
-        for handler in self._list_model_handlers():
+        for handler in self._find_handlers(ModelStateHandler).values():
             difference = find_difference(group, handler.value, counts=0 < self._number == commits)
             if difference is not None and group.rank == 0:
                 _warn_once(
@@ -162,9 +156,6 @@ class TorchState(ObjectState):
     def renew_commit(self) -> None:
         self._defer()
         super().renew_commit()
-
-    def _list_model_handlers(self) -> list[ModelStateHandler]:
-        return [handler for handler in self._handlers.values() if isinstance(handler, ModelStateHandler)]
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         values = [handler.value for handler in self._handlers.values()]
@@ -191,7 +182,8 @@ class TorchState(ObjectState):
         """Refuse an optimizer that trains a parameter that no snapshot of this state would contain."""
         if any(_may_hold_parameters(handler) for handler in self._handlers.values()):
             return
-        contained = {id(parameter) for h in self._list_model_handlers() for parameter in h.value.parameters()}
+        models = self._find_handlers(ModelStateHandler).values()
+        contained = {id(parameter) for handler in models for parameter in handler.value.parameters()}
         for optimizer in self._optimizers():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(parameter) not in contained:
@@ -206,22 +198,20 @@ class TorchState(ObjectState):
         waits for the copy, changes them (R20, copies)."""
         optimizers = self._watch_optimizers()
         trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-        for handler in self._handlers.values():
-            if isinstance(handler, ModelStateHandler):
-                handler.trained = trained
-                handler.frozen = handler.frozen or FrozenCopies()
-            elif isinstance(handler, OptimizerStateHandler):
-                handler.list_parameters = self._list_parameters
+        for model in self._find_handlers(ModelStateHandler).values():
+            model.trained, model.frozen = trained, model.frozen or FrozenCopies()
+        for optimizer_handler in self._find_handlers(OptimizerStateHandler).values():
+            optimizer_handler.list_parameters = self._list_parameters
 
     def list_kept(self) -> dict[tuple[str, int, int], Kept]:
-        copies = [handler.frozen for handler in self._list_model_handlers() if handler.frozen]
-        return {key: kept for frozen in copies for key, kept in frozen.list_copies().items()}
+        models = self._find_handlers(ModelStateHandler).values()
+        copies = [handler.frozen.list_copies() for handler in models if handler.frozen]
+        return {key: kept for each in copies for key, kept in each.items()}
 
     def _list_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for key, handler in self._handlers.items():
-            if isinstance(handler, ModelStateHandler):
-                for name, parameter in handler.value.named_parameters():
-                    yield f"{key}.{name}", parameter
+        for key, handler in self._find_handlers(ModelStateHandler).items():
+            for name, parameter in handler.value.named_parameters():
+                yield f"{key}.{name}", parameter
 
 
 def _may_hold_parameters(handler: StateHandler) -> bool:

@@ -7,7 +7,7 @@ Training thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed._composable_state import _module_state_mapping
 
 from spark_elastic.errors import InvalidInput
-from spark_elastic.gradients.module_state import ModelStateHandler, OptimizerStateHandler
+from spark_elastic.gradients.module_state import OptimizerStateHandler
 from spark_elastic.handwritten.fsdp import FSDPState, reshard
 from spark_elastic.integrations.trainer_adapter import OfTrainer
 
@@ -127,11 +127,5 @@ class DividedTrainerState(OfTrainer, FSDPState):
 
     def _build_values(self) -> None:
         super()._build_values()
-        for handler in self._handlers.values():
-            if isinstance(handler, OptimizerStateHandler):
-                handler.list_parameters = self._list_parameters
-
-    def _list_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        handler = self._handlers["model"]
-        assert isinstance(handler, ModelStateHandler)
-        yield from handler.value.named_parameters()
+        for handler in self._find_handlers(OptimizerStateHandler).values():
+            handler.list_parameters = self._handlers["model"].value.named_parameters

@@ -128,7 +128,8 @@ def log_fit(
         signature = make_signature(model)
     with _open_run(mlflow, logger):
         mlflow.log_params(describe_params(estimator))
-        mlflow.set_tags({f"version.{package}": found for package, found in list_versions().items()})
+        versions = {"python": platform.python_version(), **_find_versions(PACKAGES)}
+        mlflow.set_tags({f"version.{package}": found for package, found in versions.items()})
         mlflow.log_input(_make_dataset(model.summary), context="training")
         mlflow.log_dict(json.loads(model.summary.report.to_json()), "fit_report.json")
         is_torch = isinstance(model._predictor, TorchPredictor)
@@ -143,11 +144,6 @@ def describe_params(estimator: ElasticEstimator) -> dict[str, str]:
     values = {param.name: value for param, value in estimator.extractParamMap().items()}
     shown = [name for name, value in values.items() if value is not None and name not in UNLOGGED]
     return {name: _describe(values[name])[:LONGEST_VALUE] for name in shown}
-
-
-def list_versions() -> dict[str, str]:
-    """The versions of Python and of the packages that a training depends on."""
-    return {"python": platform.python_version(), **_find_versions(PACKAGES)}
 
 
 def _find_versions(packages: Iterable[str]) -> dict[str, str]:

@@ -59,7 +59,9 @@ _SAMPLED_VALUES = 1 << 16  # of a column of arrays, whose lengths are compared
 
 
 def locate_files(paths: Sequence[str], storage_options: Mapping[str, Any]) -> tuple[Store, tuple[str, ...]]:
-    """One store that holds all the files or folders (one at least), paths or fsspec urls, and their names in it."""
+    """One store that holds all the files or folders, paths or fsspec urls, and their names in it."""
+    if not paths:
+        raise InvalidInput("paths is empty: name a Parquet file or a folder.")
     stores = [_drop_dots(Store.open(path, **storage_options)) for path in paths]
     first = stores[0]
     for path, other in zip(paths, stores, strict=True):

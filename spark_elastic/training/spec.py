@@ -1,8 +1,8 @@
 """What the driver ships to the workers of a fit: its checked parameters, its rows and where its results go.
 
 Each component has a config of its own, which checks its values and says the first mistake in one sentence. A new
-parameter of training is a field of its component and a declaration in `estimators/params.py`; a run is bound to it
-unless it `may_change`. Values only, of no framework.
+parameter of training is a field of its component and a declaration in `estimators/params.py`, which says what it means;
+a run is bound to it unless it `may_change`. Values only, of no framework.
 """
 
 from __future__ import annotations
@@ -85,10 +85,8 @@ class DataConfig:
     feature_cols: tuple[str, ...] = param(_check_columns)  # fed to the model, in the order of its inputs
     label_cols: tuple[str, ...] = param(_check_columns)  # columns fed to the loss
     sample_weight_col: str | None = param(COLUMN.or_none(), None)  # column with a weight for each row
-    # Shape of one row of each feature column as the model takes it; None: as it is stored.
     input_shapes: tuple[tuple[int, ...], ...] | None = param(_SHAPES, None)
-    label_shapes: tuple[tuple[int, ...], ...] | None = param(_SHAPES, None)  # the same for label columns
-    # Rows to validate with: a fraction, or the name of the column that marks them; None: no validation.
+    label_shapes: tuple[tuple[int, ...], ...] | None = param(_SHAPES, None)
     validation: float | str | None = param(_VALIDATION, None)
     batch_size: int = param(COUNT, 32)  # rows of one forward pass of a worker
     val_batch_size: int | None = param(COUNT.or_none(), None, may_change=True)  # None: batch_size
@@ -96,9 +94,7 @@ class DataConfig:
     epochs: int = param(COUNT, 1, may_change=True)  # passes over the data
     seed: int = param(SEED, 0)  # seed of the order of rows and of the workers' random numbers
     shuffle: bool = param(FLAG, True)  # whether each epoch has its own order of rows
-    # Order in which a table's rows are written: "hash" or "table"; None: "hash" if they are shuffled.
     row_order: str | None = param(make_choice("hash", "table").or_none(), None)
-    # Streams that an epoch is cut into, as far as memory and rows of a step suffice; None: 16, or 2 for each worker.
     lanes: int | None = param(COUNT.or_none(), None)
     reader: str = param(_check_reader, "arrow", may_change=True)  # a name of `data.reading.readers`
     inmemory_cache_all: bool = param(FLAG, False, may_change=True)  # whether a worker keeps decoded rows
@@ -140,7 +136,6 @@ class WorldConfig:
 class OptimizerConfig:
     """How the optimizer steps, and in which precision the model computes."""
 
-    # Learning rate of all parameter groups; None: the optimizer's own.
     learning_rate: float | None = param(_LEARNING_RATE.or_none(), None)
     scale_lr: bool = param(FLAG, False)  # whether all learning rates are multiplied by num_workers, once
     gradient_clip_norm: float | None = param(ABOVE_0.or_none(), None)  # 2-norm of all gradients together
@@ -153,8 +148,6 @@ class OptimizerConfig:
 class LossConfig:
     """What the loss sees, and what happens when it is not finite."""
 
-    # Whose rows a loss that compares rows sees: "step", all of the step; "worker", those of a backward pass of one
-    # worker; None: such a loss is refused.
     loss_scope: str | None = param(make_choice("step", "worker").or_none(), None, may_change=True)
     terminate_on_nan: bool = param(FLAG, True, may_change=True)  # whether NaN or infinity ends the training
 
@@ -163,10 +156,8 @@ class LossConfig:
 class ExchangeConfig:
     """How a fit's gradients are divided and sent."""
 
-    # "bitwise": the weights have the same bits for any number of workers; None: the same up to rounding.
     determinism: str | None = param(make_choice("bitwise").or_none(), None)
     virtual_shares: int = param(COUNT, 8)  # parts of a step in bitwise mode, each computed by one worker
-    # So many steps after each other one virtual share is computed by other workers, too, and compared; None: none is.
     verify_steps: int | None = param(COUNT.or_none(), None, may_change=True)
     gradient_compression: str | None = param(_SIXTEEN_BITS, None)  # of float32 gradients as they are sent
 

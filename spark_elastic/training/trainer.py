@@ -31,10 +31,7 @@ class TrainingState(Protocol):
 
     position: Position
     progress: TrainingProgress
-
-    @property
-    def codec(self) -> Codec:
-        """Encodes what `capture` returns."""
+    codec: Codec  # encodes what `capture` returns
 
     def capture(self, builder: SnapshotBuilder) -> Any:
         """Add all arrays to the builder, and return the rest as a tree of values that shares nothing with the state."""

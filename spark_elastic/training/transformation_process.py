@@ -127,13 +127,16 @@ def _send(channel: socket.socket, thing: Any) -> None:
     pickled = pickle.dumps(thing, protocol=5, buffer_callback=buffers.append)
     memory = os.memfd_create("transformation")
     try:
-        spans, end = [], 0
-        for buffer in buffers:
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = start + _write(memory, buffer.raw(), start)
-            spans.append((start, end))
-        past = end + _write(memory, memoryview(pickle.dumps((pickled, spans))), end)
-        socket.send_fds(channel, [_PLACE.pack(end, past)], [memory])
+        spans = []
+        with open(memory, "wb", closefd=False) as file:
+            for buffer in buffers:
+                start = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
+                file.write(buffer.raw())
+                spans.append((start, file.tell()))
+            begin = file.tell()
+            file.write(pickle.dumps((pickled, spans)))
+            place = _PLACE.pack(begin, file.tell())
+        socket.send_fds(channel, [place], [memory])
     finally:
         os.close(memory)
 
@@ -150,13 +153,6 @@ def _receive(channel: socket.socket) -> Any:
     begin, past = _PLACE.unpack(head)
     pickled, spans = pickle.loads(view[begin:past])
     return pickle.loads(pickled, buffers=[view[start:end] for start, end in spans])
-
-
-def _write(memory: int, view: memoryview, offset: int) -> int:
-    written = 0
-    while written < len(view):
-        written += os.pwrite(memory, view[written:], offset + written)
-    return written
 
 
 if __name__ == "__main__":

@@ -58,6 +58,11 @@ def drop_views(values: Any) -> Any:
     return values.cast(to_plain_type(values.type)) if _has_views(values.type) else values
 
 
+def join_batches(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    (joined,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return joined
+
+
 def _has_views(arrow: pa.DataType) -> bool:
     return _has_views(arrow.value_type) if is_list(arrow) else str(arrow) in ("string_view", "binary_view")
 

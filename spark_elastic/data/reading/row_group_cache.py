@@ -25,7 +25,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.ipc
 
-from spark_elastic.data.reading.decoding import ColumnArrays, drop_views, nbytes, open_parquet
+from spark_elastic.data.reading.decoding import ColumnArrays, drop_views, join_batches, nbytes, open_parquet
 from spark_elastic.data.store import find_scratch_folders, make_scratch_folder
 from spark_elastic.errors import StoreError
 
@@ -344,11 +344,11 @@ def split_row_group(source: Any, index: int, columns: list[str], rows: int, path
             waiting.append(batch)
             # Arrow's batches may be shorter than was asked for.
             while sum(each.num_rows for each in waiting) >= rows:
-                joined = _concatenate(waiting)
+                joined = join_batches(waiting)
                 writer.write_batch(joined.slice(0, rows))
                 waiting = [joined.slice(rows)]
         if any(each.num_rows for each in waiting):
-            writer.write_batch(_concatenate(waiting))
+            writer.write_batch(join_batches(waiting))
 
 
 def _make_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -358,9 +358,3 @@ def _make_plain(batch: pa.RecordBatch) -> pa.RecordBatch:
         is_encoded = pa.types.is_dictionary(column.type)
         columns.append(drop_views(column.dictionary_decode() if is_encoded else column))
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
-
-
-def _concatenate(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    if len(batches) == 1:
-        return batches[0]
-    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]

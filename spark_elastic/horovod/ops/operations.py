@@ -1,5 +1,11 @@
 """Operations in the current world, for the torch, TensorFlow and Keras halves: on numpy arrays and on objects.
 
+In all halves names identify operations: ranks may request them in different orders. Unnamed operations are matched by
+the order in which each rank requests its unnamed ones. An average of integers is truncated towards zero; 16-bit floats
+are accumulated as float32; a bool's sum is "or". All raise `CollectiveError` if ranks disagree or the world broke.
+Gradients are as in the last releases of Horovod: those of an allgather or broadcast belong to the average of all ranks'
+losses, those of an alltoall to their sum, those of a reducescatter to that sum times the number of ranks.
+
 The operation queues of a world are made on first use and end with its group. Any thread may call everything here; all
 functions return when their operation is done. Arrays are contiguous; besides numpy's dtypes they may have the bfloat16
 of the package ml_dtypes.

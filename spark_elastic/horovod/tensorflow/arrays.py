@@ -31,11 +31,6 @@ Tensor: TypeAlias = Any  # a tf.Tensor, eager or of a graph
 Tensors: TypeAlias = Sequence[Tensor]
 
 
-def _check_dtype(dtype: Any) -> None:
-    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or dtype.is_quantized:
-        raise InvalidInput(f"tensors of {dtype.name} cannot be exchanged: convert them to numbers first.")
-
-
 def for_tensor(array: Array, dtype: Any) -> Array:
     """Return the same memory with the numpy dtype that TensorFlow uses for `dtype`."""
     kind = np.dtype(dtype.as_numpy_dtype)
@@ -153,8 +148,9 @@ def call(body: Body, tensors: Tensors, dtypes: Sequence[Any], shapes: Sequence[A
     Raises:
         InvalidInput: operations do not take a tensor's dtype, or XLA compiles the graph.
     """
-    for tensor in tensors:
-        _check_dtype(tensor.dtype)
+    for dtype in (tensor.dtype for tensor in tensors):
+        if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or dtype.is_quantized:
+            raise InvalidInput(f"tensors of {dtype.name} cannot be exchanged: convert them to numbers first.")
     if tf.executing_eagerly():
         arrays = map(for_tensor, body([view_of(tensor) for tensor in tensors]), dtypes)
         return [tf.convert_to_tensor(array) for array in arrays]

@@ -1,12 +1,7 @@
 """Horovod's operations on TensorFlow's tensors, under its names, eager and in graphs. All ranks of the set must call
 them.
 
-Names identify operations. Unnamed operations are matched by the order in which each rank requests its unnamed ones. An
-average of integers is truncated towards zero; 16-bit floats are accumulated as float32; a bool's sum is "or". All raise
-`CollectiveError` if ranks disagree or the world broke; a graph raises it in the thread that runs it.
-
-Gradients are as in the last releases of Horovod: those of an allgather or broadcast belong to the average of all ranks'
-losses, those of an alltoall to their sum, those of a reducescatter to that sum times the number of ranks."""
+`horovod.ops.operations` says what names, numbers and gradients are. A graph raises in the thread that runs it."""
 
 from __future__ import annotations
 
@@ -37,14 +32,8 @@ T = TypeVar("T")
 
 __all__ = ["allgather", "allgather_object", "allreduce", "alltoall", "join", "reducescatter"]
 __all__ += ["grouped_allgather", "grouped_allreduce", "grouped_reducescatter"]
-__all__ += [
-    "broadcast",
-    "broadcast_",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-]
-__all__ += ["broadcast_variables"]
+__all__ += ["broadcast", "broadcast_", "broadcast_global_variables", "broadcast_variables"]
+__all__ += ["broadcast_object", "broadcast_object_fn"]
 __all__ += ["local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
 
 
@@ -191,7 +180,7 @@ def grouped_allgather(
         def gradient(*upstream: Tensor) -> list[Tensor]:
             rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs])
             counts = _allgather([rows[None]], None, process_set)[0]
-            mine = rank_in(process_set)
+            mine = _evaluate(process_set.rank)
             averages = allreduce_tensors(upstream, None, ReduceOptions(Average, process_set=process_set))
             firsts = tf.reduce_sum(counts[:mine], axis=0)
             return [whole[firsts[i] : firsts[i] + rows[i]] for i, whole in enumerate(averages)]
@@ -224,7 +213,8 @@ def broadcast(
     def differentiable(value: Tensor) -> tuple[Tensor, Any]:
         def gradient(upstream: Tensor) -> Tensor:
             average = allreduce_tensors([upstream], None, ReduceOptions(Average, process_set=process_set))[0]
-            is_root = tf.equal(rank_in(process_set), process_sets.find_root_index(process_set, root_rank))
+            root = process_sets.find_root_index(process_set, root_rank)
+            is_root = tf.equal(_evaluate(process_set.rank), root)
             return tf.where(is_root, average, tf.zeros_like(average))
 
         return broadcast_all([value], root_rank, name, process_set)[0], gradient
@@ -456,10 +446,6 @@ def size_op(process_set_id: ProcessSet | int = 0, name: str | None = None) -> Te
 def rank_op(name: str | None = None) -> Tensor:
     """Return the rank of this process in the world."""
     return _evaluate(process_sets.rank)
-
-
-def rank_in(process_set: ProcessSet) -> Tensor:
-    return _evaluate(process_set.rank)
 
 
 @no_autograph

@@ -1,12 +1,6 @@
 """Horovod's operations on torch tensors, under its names. All ranks of the process set must call them.
 
-Names identify operations: ranks may request them in different orders. Unnamed operations are matched by the order in
-which each rank requests its unnamed ones. An average of integers is truncated towards zero; 16-bit floats are
-accumulated as float32; a bool's sum is "or". All raise `CollectiveError` if ranks disagree or the world broke. Any
-thread may use handles.
-
-Gradients are as in the last releases of Horovod: those of an allgather or broadcast belong to the average of all ranks'
-losses, those of an alltoall to their sum, those of a reducescatter to that sum times the number of ranks."""
+`horovod.ops.operations` says what names, numbers and gradients are. Any thread may use handles."""
 
 from __future__ import annotations
 

@@ -88,9 +88,10 @@ class KerasCallbackList(CallbackList):
         variables = [*self._model.weights, *self._model.optimizer.variables]  # SwapEMAWeights writes to them
         values = [np.array(read_value(variable)) for variable in variables]
         try:
-            if self._tested == self._epoch >= 0:
-                self._call_each("on_test_end", validation_logs(logs))
             seen = build_keras_logs(logs)
+            if self._tested == self._epoch >= 0:
+                tested = {n.removeprefix("val_"): v for n, v in seen.items() if n.startswith("val_")}
+                self._call_each("on_test_end", tested)
             self._call_each("on_epoch_end", logs["epoch"], seen)
             added = {name: _to_plain(value) for name, value in seen.items() if name not in logs}
             added = {name: value for name, value in added.items() if is_plain(value)}
@@ -158,11 +159,6 @@ def build_keras_logs(logs: Mapping[str, Any]) -> dict[str, float]:
     """The `logs` of Keras's callbacks: losses and metrics of the epoch."""
     ours = ("epoch", "rows", "planned", "steps", "seconds", "worlds", "val_rows")
     return {name: value for name, value in logs.items() if name not in ours}
-
-
-def validation_logs(logs: Mapping[str, Any]) -> dict[str, float]:
-    """The `logs` of a validation: losses and metrics, without val_ before their names."""
-    return {n.removeprefix("val_"): v for n, v in build_keras_logs(logs).items() if n.startswith("val_")}
 
 
 def _to_plain(value: Any) -> Any:

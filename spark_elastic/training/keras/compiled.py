@@ -304,7 +304,7 @@ class CompiledMetrics(StepMetrics):
         self.add_losses(losses, len(part), part.planned)
         logged = {name: (total, len(part)) for name, total in self._layers.take().items()}
         weights = [] if part.weights is None else [part.weights]
-        columns = None if self._compiled is None else [*map(widen, [*outputs, *part.labels, *weights])]
+        columns = None if self._compiled is None else [*map(read_value, [*outputs, *part.labels, *weights])]
         self.add_rows(logged, columns)
 
     def add_losses(self, losses: Sequence[Array], rows: int, planned: int) -> None:
@@ -340,8 +340,3 @@ class CompiledMetrics(StepMetrics):
         outputs, labels, rest = columns[:count], columns[count : 2 * count], columns[2 * count :]
         weights = rest[0] if rest else None
         self._compiled.update_state(self._pack(labels), self._pack(outputs), sample_weight=weights)
-
-
-def widen(array: Array) -> Array:
-    """16-bit floats as float32, which numpy can write."""
-    return array.astype(np.float32) if array.dtype.name in ("float16", "bfloat16") else array

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spark_elastic.protocol.types import START, Position
-from spark_elastic.runs.snapshot import ArrayRef, Bytes, Extent, Snapshot, SnapshotBuilder
+from spark_elastic.runs.snapshot import ArrayRef, Bytes, Codec, Extent, Snapshot, SnapshotBuilder
 from spark_elastic.training.progress import TrainingProgress
 
 Array = npt.NDArray[Any]
@@ -73,6 +73,8 @@ class JsonCodec:
 
 
 class KerasTrainingState:
+    codec: Codec = JsonCodec()
+
     def __init__(
         self, replicas: Sequence[Any], others: Sequence[Any], callbacks: Any, progress: TrainingProgress
     ) -> None:
@@ -81,10 +83,6 @@ class KerasTrainingState:
         self._callbacks = callbacks
         self.progress = progress
         self.position: Position = START
-
-    @property
-    def codec(self) -> JsonCodec:
-        return JsonCodec()
 
     def capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
         return {
@@ -109,6 +107,6 @@ class KerasTrainingState:
 
 
 def read_value(variable: Any) -> Array:
-    """A Keras variable as an array; 16-bit floats as float32, which holds them exactly."""
+    """A Keras variable or tensor as an array; 16-bit floats as float32, which holds them exactly, and numpy writes."""
     value = np.asarray(variable)
     return value.astype(np.float32) if value.dtype.name in ("float16", "bfloat16") else value

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -28,7 +29,6 @@ from spark_elastic.training.keras.compiled import (
     CompiledLosses,
     CompiledMetrics,
     activity_by_row,
-    widen,
 )
 from spark_elastic.training.keras.state import SEED, KerasTrainingState, read_value
 from spark_elastic.training.spec import FitConfig
@@ -47,7 +47,10 @@ class RunningStats:
         # Of metrics `CompiledMetrics` takes care, and of seeds `begin`.
         written = [v for v in model.non_trainable_weights if id(v) not in frozen]
         floats = [v for v in written if np.dtype(_numpy_dtype(v)).kind == "f"]
-        self.variables = list({id(v): v for v in [*floats, *_find_normalized(layers)]}.values())
+        # These a forward pass writes although they are trainable, or although their layer is frozen.
+        kind = keras.layers.SpectralNormalization
+        normalized = [v for each in layers if isinstance(each, kind) for v in (each.kernel, each.vector_u)]
+        self.variables = list({id(v): v for v in [*floats, *normalized]}.values())
         self._counters = [v for v in written if np.dtype(_numpy_dtype(v)).kind in "iub"]
         self._seeds = [v for v in model.variables if v.path.endswith(SEED)]
         self._before: list[Array] = []  # of `variables` and `_counters`, before the step
@@ -108,12 +111,6 @@ def _list_unwritten(layer: Any) -> list[Any]:
     return [*layer._trainable_variables, *(layer._non_trainable_variables if is_keras else ())]
 
 
-def _find_normalized(layers: Sequence[Any]) -> list[Any]:
-    """Weights that a forward pass writes although they are trainable, or although their layer is frozen."""
-    normalized = [layer for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)]
-    return [variable for layer in normalized for variable in (layer.kernel, layer.vector_u)]
-
-
 def describe_world_dependence(model: Any) -> str | None:
     """A sentence on the layers that make the weights depend on the number of workers (R9, scope of P2), or None."""
     return describe_dependent_layers(_dependent_layers(model))
@@ -155,7 +152,7 @@ class Gradients:
         self._model, self._losses, self._structure = model, losses, structure
         self._variables = list(model.trainable_variables)
         self._graph = (lambda function: function) if eager else tf.function(reduce_retracing=True)
-        self._run_score = self._graph(self._score)
+        self._run_score = self._graph(partial(self._forward, training=False))
         self._run_gradients = self._graph(self._differentiate)
 
     def __call__(self, part: Batch, factors: Sequence[float]) -> tuple[Gradient, list[Array], list[Any]]:
@@ -182,9 +179,6 @@ class Gradients:
             losses, outputs = self._forward(inputs, labels, weights, factors, part, training=True)
             scaled = self._model.optimizer.scale_loss(losses[0])  # by which the optimizer divides
         return make_dense(tape.gradient(scaled, self._variables)), losses, outputs
-
-    def _score(self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any) -> Any:
-        return self._forward(inputs, labels, weights, factors, part, training=False)
 
     def _forward(
         self, inputs: Any, labels: Any, weights: Any, factors: Any, part: Any, *, training: bool
@@ -401,7 +395,7 @@ class StepLossStep(TrainStep):
         arrays = to_arrays(outputs)
         self._metrics.add(part, (), arrays)
         weights = [] if part.weights is None else [part.weights]
-        return Chunk(len(part), [widen(column) for column in (*arrays, *part.labels, *weights)])
+        return Chunk(len(part), [read_value(column) for column in (*arrays, *part.labels, *weights)])
 
     def _compute_of_all(
         self, group: Group, batch: Batch, chunks: list[Chunk], work: WorkClock | None = None

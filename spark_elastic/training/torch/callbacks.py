@@ -20,6 +20,9 @@ from spark_elastic.gradients.module_state import ModelStateHandler, find_differe
 from spark_elastic.training.trainer import CallbackList
 from spark_elastic.worker.context import get_context
 
+__all__ = ["BestWeights", "Callback", "EarlyStopping", "LearningRateSchedule", "Logs"]
+__all__ += ["Progress", "Training", "progress"]
+
 Logs = Mapping[str, Any]
 
 

@@ -241,10 +241,7 @@ def build_shares(builder: BatchBuilder, rows: StepRows, rank: int) -> Batch:
     for share in range(first, past):
         low, high = (bound - start for bound in compute_share_bounds(rows.planned, shares, share))
         columns = {name: column[low:high].copy() for name, column in rows.columns.items()}
-        parts.append(_align(builder.build(replace(rows, row_ids=rows.row_ids[low:high], columns=columns))))
+        batch = builder.build(replace(rows, row_ids=rows.row_ids[low:high], columns=columns))
+        sides = {name: getattr(batch, name) for name in ("features", "labels", "weights")}
+        parts.append(replace(batch, **align_batch(sides)))
     return LocalBatch(rows.planned, rows.row_ids, (), (), None, tuple(parts), first, rows.division)
-
-
-def _align(batch: Batch) -> Batch:
-    sides = {name: getattr(batch, name) for name in ("features", "labels", "weights")}
-    return replace(batch, **align_batch(sides))

@@ -30,7 +30,7 @@ from spark_elastic.gradients.module_state import (
     view_bytes,
 )
 from spark_elastic.protocol.types import START, Position
-from spark_elastic.runs.snapshot import Extent, Snapshot, SnapshotBuilder
+from spark_elastic.runs.snapshot import Codec, Extent, Snapshot, SnapshotBuilder
 from spark_elastic.training.progress import TrainingProgress, name_classes, pair_states
 from spark_elastic.training.torch.buffers import rng_state, set_rng_state
 
@@ -52,8 +52,18 @@ def move_to_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dev
                     state[key] = value.to(device)
 
 
+class TorchCodec:
+    def dumps(self, values: Any) -> bytes:
+        return dump_values(values)
+
+    def loads(self, data: bytes, *, trusted: bool) -> Any:
+        return _restore(_load(data, weights_only=not trusted))
+
+
 class TorchTrainingState:
     """Model, optimizer, learning-rate schedulers and callbacks, random generators, progress and position."""
+
+    codec: Codec = TorchCodec()
 
     def __init__(
         self,
@@ -71,10 +81,6 @@ class TorchTrainingState:
         self.schedulers = list(schedulers)
         self.progress = progress or TrainingProgress()
         self.position: Position = START
-
-    @property
-    def codec(self) -> TorchCodec:
-        return TorchCodec()
 
     def capture(self, builder: SnapshotBuilder) -> dict[str, Any]:
         add = partial(Views().put_leaf, builder)
@@ -120,14 +126,6 @@ def _iter_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _iter_tensors(item, f"{name}.{index}")
-
-
-class TorchCodec:
-    def dumps(self, values: Any) -> bytes:
-        return dump_values(values)
-
-    def loads(self, data: bytes, *, trusted: bool) -> Any:
-        return _restore(_load(data, weights_only=not trusted))
 
 
 def dump_values(values: Mapping[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ from tests.component.collectives import calls
 from tests.component.collectives.ranks import local_ranks
 from tests.fake_group import FakeFabric
 from tests.reductions import reduce_parts
-from tests.unit.torch.worlds import run_in_world
+from tests.worlds import run_in_world
 
 SIZE = 3
 Groups = list[Group]

@@ -18,7 +18,7 @@ from tests.checkpoints import reload_from_checkpoint
 from tests.component.keras.job import JOBS, Job, difference, train_plain, weights_of
 from tests.component.threads import make_handle, make_world
 from tests.component.torch.job import ROWS, make_data
-from tests.unit.torch.worlds import run_in_world
+from tests.worlds import run_in_world
 
 pytestmark = [
     pytest.mark.native,

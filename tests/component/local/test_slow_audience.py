@@ -173,4 +173,4 @@ def test_a_log_handler_that_blocks_costs_no_world() -> None:
         thread.join()
     assert [world.size for world in result.worlds] == [2]
     (line,) = collector.held_up
-    assert line.startswith("The driver's server refused 1 request (the last one: Invalid HTTP request")
+    assert line.startswith("The driver's server refused 1 request (the last one: Invalid HTTP, ")

@@ -31,8 +31,7 @@ from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits, Phase, SlotSpec
-from spark_elastic.runs.checkpoint import CheckpointPolicy
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointPolicy, OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import draw_rows, progress
 from spark_elastic.training.spec import Rows, TrainSpec
@@ -324,7 +323,7 @@ def make_job() -> Job:
 DRIVER = """
 import sys
 from pathlib import Path
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 from tests.component.torch.job import RUN, Follower, LauncherFactory, make_job, read_data, train_elastic
 
 folder = Path(sys.argv[1])

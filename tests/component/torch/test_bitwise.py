@@ -31,7 +31,7 @@ from tests.component.torch.job import (
     train_elastic,
 )
 from tests.scenarios import Fault
-from tests.unit.torch.worlds import run_in_world
+from tests.worlds import run_in_world
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 

@@ -42,7 +42,7 @@ from tests.component.torch.elastic_jobs import (
 from tests.component.torch.job import CLASSES, WIDTH, Data, Job, difference, make_data, train_plain
 from tests.devices import DEVICES, use_device
 from tests.fit_configs import change
-from tests.unit.torch.worlds import run_in_world
+from tests.worlds import run_in_world
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
 

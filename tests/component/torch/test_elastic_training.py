@@ -23,9 +23,8 @@ import torch
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore, OwnedRun
 from spark_elastic.runs.kept_commits import KeptCommits
-from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.torch import progress, rank
 from spark_elastic.training.spec import Rows
 from spark_elastic.training.torch.callbacks import Callback, Training

@@ -35,7 +35,7 @@ from tests.component.torch.job import ROWS, RUN, WIDTH, Data, Job, difference, m
 from tests.fit_configs import change
 from tests.pages import blocks
 from tests.planned_rows import list_row_ids
-from tests.unit.torch.worlds import run_in_world
+from tests.worlds import run_in_world
 
 pytestmark = pytest.mark.native
 

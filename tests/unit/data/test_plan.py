@@ -1,9 +1,13 @@
-"""The plan by enumeration: each row once, steps level and within the batch, ranks level, worlds without influence."""
+"""The plan by enumeration: each row once, steps and ranks level; and the manifest that it is made of."""
 
 from __future__ import annotations
 
+import base64
+import json
 import pickle
-import random
+import tracemalloc
+import zlib
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -11,15 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups, pack_deleted
 from spark_elastic.data.plan import ALONE, DataPlan, Division, draw_permutation
-from spark_elastic.errors import InvalidInput
+from spark_elastic.errors import InvalidInput, StoreError
 from tests.planned_rows import list_row_ids
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> DataPlan:
-    groups = draw(st.lists(st.integers(0, 30), min_size=1, max_size=8).filter(any))
-    batch = draw(st.integers(1, 60))
+    groups = draw(st.lists(st.integers(0, 90), min_size=1, max_size=8).filter(any))
+    batch = draw(st.integers(1, 300))
     most = DataPlan(tuple(groups), batch, 0, 1).base_rows
     lanes = draw(st.integers(1, min(most, 64)))
     return DataPlan(tuple(groups), batch, draw(st.integers(-(2**63), 2**64)), lanes, draw(st.booleans()))
@@ -51,19 +56,6 @@ def test_p2_a_step_is_one_in_every_world(plan: DataPlan, epoch: int, size: int, 
     lengths = [block.length for block in blocks]
     assert max(lengths) - min(lengths) <= 1
     assert [block.start for block in blocks] == [sum(lengths[:rank]) for rank in range(size)]
-
-
-def test_a_thousand_plans_have_each_row_once() -> None:
-    """Places alone, without shuffling: N, b and L over a wide range, every step of the epoch."""
-    draw = random.Random(7)
-    for _ in range(1000):
-        rows, batch = draw.randint(1, 700), draw.randint(1, 300)
-        lanes = draw.randint(1, min(64, DataPlan((rows,), batch, 0, 1).base_rows))
-        plan = DataPlan((rows,), batch, 0, lanes, shuffle=False)
-        order = plan.permute_epoch(0)
-        steps = [list_row_ids(plan, order, step) for step in range(plan.steps)]
-        assert np.array_equal(np.sort(np.concatenate(steps)), np.arange(rows))
-        assert {len(taken) for taken in steps} <= {plan.base_rows, plan.base_rows + 1}
 
 
 def test_lanes_are_the_streams_that_the_protocol_defines() -> None:
@@ -189,3 +181,61 @@ def test_wrong_steps_and_ranks_are_refused() -> None:
 def test_r08_ranks_beyond_the_rows_of_a_step_have_none() -> None:
     plan = DataPlan((3,), 3, 0, 1)
     assert sorted(len(list_row_ids(plan, 0, 0, rank, 5)) for rank in range(5)) == [0, 0, 1, 1, 1]
+
+
+# ---- the manifest's document and its hash
+
+
+MANIFEST = Manifest(
+    (Column("x", "float32", (28, 28)), Column("y", "int64")),
+    ("data/a/part-0.parquet", "data/a/part-1.parquet"),
+    RowGroups.of([RowGroup(0, 0, 100, 5000), RowGroup(0, 1, 40, 2000), RowGroup(1, 0, 60, 3000)]),
+    fingerprint="f00",
+    content="c0",
+)
+
+
+def test_r19_the_hash_is_of_the_content_not_of_names() -> None:
+    elsewhere = replace(MANIFEST, files=("b/0", "b/1"), fingerprint="other")
+    assert elsewhere.hash == MANIFEST.hash
+    assert replace(MANIFEST, content="c1").hash != MANIFEST.hash
+    assert replace(MANIFEST, columns=MANIFEST.columns[:1]).hash != MANIFEST.hash
+    assert replace(MANIFEST, row_groups=RowGroups.of(list(MANIFEST.row_groups)[:2])).hash != MANIFEST.hash
+
+
+WHOLE = MANIFEST.to_json()
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        (json.dumps(json.loads(WHOLE) | {"version": 99}), "version 99"),
+        (json.dumps(json.loads(WHOLE) | {"columns": []}), "altered"),
+        (json.dumps(json.loads(WHOLE) | {"row_groups": 3}), "cannot be read"),
+        (WHOLE[:100], "cannot be read"),
+    ],
+)
+def test_a_damaged_document_is_refused(document: str, says: str) -> None:
+    with pytest.raises(StoreError, match=says):
+        Manifest.from_json(document)
+
+
+def test_an_unknown_column_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidInput, match=r"no column 'z'; it has the columns \['x', 'y'\]"):
+        MANIFEST.column("z")
+
+
+def test_a_mask_of_deleted_rows_takes_no_more_memory_than_its_rows_and_matches_them() -> None:
+    deleted = np.arange(11) % 3 == 0
+    group = RowGroup(0, 0, 7, 50, deleted=pack_deleted(deleted))
+    assert group.keep_mask is not None
+    assert group.keep_mask.tolist() == (~deleted).tolist()
+    assert group.stored_rows == 11
+    with pytest.raises(StoreError, match="do not match its rows"):
+        _ = replace(group, rows=8).keep_mask
+    bomb = base64.b64encode(zlib.compress(bytes(100_000_000))).decode()
+    tracemalloc.start()
+    assert replace(group, rows=11, deleted=f"11:{bomb}").stored_rows == 11
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000

@@ -1,21 +1,31 @@
-"""The store on a real folder and in memory: names, whole writes, sentences."""
+"""The store on a real folder and in memory: names, whole writes, sentences; credentials that end; scratch folders."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import fsspec
 import pytest
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from spark_elastic.data.store import Store
+from spark_elastic.data import object_store
+from spark_elastic.data import store as store_module
+from spark_elastic.data.object_store import Lease, RenewedCredentials
+from spark_elastic.data.store import Store, make_scratch_folder, remove_stale_folders
 from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.testing import FakeClock
+from spark_elastic.worker.devices import GpuClaims
 from tests.leaks import SessionOwned
 from tests.memory_store import make_memory_store
 from tests.special_names import check_special_names
@@ -42,8 +52,7 @@ class ManyPages(AsyncFileSystem):  # type: ignore[misc]
         self.removed += path.count("/") == 2
 
 
-def refuse(*_: object) -> None:
-    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+refuse = Mock(side_effect=OSError(errno.EOPNOTSUPP, "Operation not supported"))
 
 
 @pytest.fixture(params=["file", "mount of an object store", "memory", "no rename"])
@@ -83,9 +92,6 @@ def test_objects_are_written_read_and_listed_by_name(store: Store) -> None:
 
 
 def test_what_a_store_refuses_to_discard_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    def deny(path: str) -> None:
-        raise PermissionError("AccessDenied")
-
     store = make_memory_store()
     for name in ("a/b", "a/c/d", "e"):
         store.write_bytes(name, b"1")
@@ -93,7 +99,7 @@ def test_what_a_store_refuses_to_discard_is_a_warning(caplog: pytest.LogCaptureF
         store.discard(name)
     assert store.find() == []
     store.write_bytes("a/b", b"1")
-    store.filesystem.rm_file = deny
+    store.filesystem.rm_file = Mock(side_effect=PermissionError("AccessDenied"))
     store.discard("a")
     (line,) = caplog.messages
     assert line.startswith("Cannot delete 'a' in the store memory://")
@@ -133,10 +139,7 @@ def test_a_file_system_that_fails_is_not_taken_for_one_without_the_object(
     assert store.exists("a")
     assert not store.exists("b")
     assert not store.exists("a/b")
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
+    fail = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", fail)
         patch.setattr(os.path, "exists", fail)
@@ -292,12 +295,145 @@ def test_a_power_cut_loses_no_name_of_an_object_and_no_folder(
 def test_a_failed_write_leaves_the_old_object_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store.open(str(tmp_path))
     store.write_bytes("x", b"old")
-
-    def raise_full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", raise_full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(StoreError, match="No space left"):
         store.write_bytes("x", b"new")
     assert store.read_bytes("x") == b"old"
     assert os.listdir(tmp_path) == ["x"]
+
+
+# ---- credentials that end: when others are asked for, and what happens if there are none
+
+
+@dataclass
+class Vendor:
+    """Vends credentials that end after some seconds, or raises."""
+
+    clock: FakeClock = field(default_factory=FakeClock)
+    seconds: float | None = 100.0
+    error: Exception | None = None
+    vended: int = 0
+    name: str = "t"
+
+    def fetch(self) -> Lease:
+        if self.error is not None:
+            raise self.error
+        self.vended += 1
+        return Lease({"key": self.vended}, None if self.seconds is None else self.clock.wall() + self.seconds)
+
+
+@pytest.fixture
+def vendor() -> Iterator[Vendor]:
+    vendor = Vendor()
+    with patch.object(object_store, "_CLOCK", vendor.clock):
+        yield vendor
+
+
+def test_others_are_asked_for_before_the_end_and_not_long_before(vendor: Vendor) -> None:
+    held = RenewedCredentials(vendor)
+    first = held.get()
+    vendor.clock.advance(69)
+    assert held.get() is held.lease is first
+    vendor.clock.advance(22)
+    assert held.lease is None
+    assert held.get().options == {"key": 2}
+
+
+def test_while_they_are_valid_a_catalog_may_be_away(vendor: Vendor, caplog: pytest.LogCaptureFixture) -> None:
+    held = RenewedCredentials(vendor)
+    first = held.get()
+    vendor.error = ConnectionError("nobody is there")
+    vendor.clock.advance(95)
+    assert held.get() is first
+    assert "not renewed yet: nobody is there" in caplog.text
+    assert held.lease is first  # it is not asked at each request
+    vendor.clock.advance(5)
+    with pytest.raises(ConnectionError):
+        held.get()
+    vendor.error = InvalidInput("The catalog says no.")
+    with pytest.raises(StoreError, match=r"have ended and cannot be renewed: The catalog says no\."):
+        held.get()
+    vendor.error = None
+    assert held.get().options == {"key": 2}
+
+
+@pytest.mark.parametrize("seconds", [None, -5.0])
+def test_those_without_an_end_and_those_that_our_clock_takes_for_ended_stay_until_they_are_refused(
+    vendor: Vendor, seconds: float | None
+) -> None:
+    vendor.seconds = seconds
+    held = RenewedCredentials(vendor)
+    first = held.get()
+    vendor.clock.advance(1e6)
+    assert held.get() is first
+    held.refuse(first)
+    second = held.get()
+    assert second.options == {"key": 2}
+    held.refuse(first)  # by a request that was under way
+    assert held.get() is second
+
+
+# ---- scratch folders
+
+
+HOLD = """
+import sys
+from spark_elastic.data.store import make_scratch_folder
+with make_scratch_folder() as folder:
+    (folder / "model.keras").write_bytes(b"weights")
+    sys.stdout.write(f"{folder}\\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+"""
+
+
+def test_a_host_without_a_temporary_folder_is_told_which_variable_to_set(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch / "gone"))
+    with pytest.raises(InvalidInput, match="set TMPDIR to a folder"), make_scratch_folder():
+        pass
+    GpuClaims()  # a slot without a GPU needs no such place
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_only_scratch_folders_of_killed_processes_are_removed(scratch: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        theirs = Path(process.stdout.readline().strip())
+        (scratch / "spark_elastic-data").mkdir()
+        with make_scratch_folder() as mine:
+            remove_stale_folders()
+            assert theirs.exists()
+            process.send_signal(signal.SIGKILL)
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not collected yet
+            remove_stale_folders()
+            assert not theirs.exists()
+            assert mine.exists()
+    assert [path.name for path in scratch.iterdir()] == ["spark_elastic-data"]
+
+
+def test_a_folder_of_an_earlier_process_with_the_same_id_is_removed(scratch: Path) -> None:
+    with make_scratch_folder() as mine:
+        boot, started, random = mine.name.rsplit("-", 2)
+        earlier = scratch / f"{boot}-{int(started) - 1}-{random}"
+        earlier.mkdir()
+        remove_stale_folders()
+        assert mine.exists()
+        assert not earlier.exists()
+
+
+def test_scratch_folders_of_other_machines_boots_and_namespaces_stay(scratch: Path) -> None:
+    with make_scratch_folder() as mine:
+        name = mine.name.replace(store_module._build_owner_prefix(), "spark_elastic-01234567-1")
+    (scratch / name.replace(str(os.getpid()), "1")).mkdir()
+    remove_stale_folders()
+    assert len(list(scratch.iterdir())) == 1

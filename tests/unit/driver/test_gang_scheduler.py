@@ -7,6 +7,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,12 +54,8 @@ def test_r17_one_job_gathers_at_a_time() -> None:
 @pytest.mark.parametrize("where", ["__exit__", "_leave", "finish_gathering"])
 def test_r17_a_job_that_is_interrupted_leaves_the_queue(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     queue = JobQueue()
-
-    def interrupt(self: GangScheduler, *error: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(GangScheduler, where, interrupt)
+        patched.setattr(GangScheduler, where, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt), _enter_queue(queue, "first") as first:
             first._trains = True
     assert queue.find_training_job() is None

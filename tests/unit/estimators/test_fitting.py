@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from spark_elastic.estimators.fitting import (
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.types import Limits
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 from spark_elastic.training.torch.spec import TorchUserObjects
 from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request
@@ -135,33 +136,23 @@ def test_the_sample_row_for_a_transformation_is_stored(
     assert train(Rows(order), make_memory_store()).sample is None
     monkeypatch.setattr(fitting, "read_sample_row", lambda data, manifest, columns: [f"a row's {columns[0]}"])
     assert train(Rows(order), make_memory_store(), dict).sample == ["a row's x"]
-
-    def fail(*given: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(fitting, "read_sample_row", fail)
+    monkeypatch.setattr(fitting, "read_sample_row", Mock(side_effect=error))
     assert train(Rows(order), make_memory_store(), dict).sample is None
 
 
 def test_p7_a_store_that_refuses_deletes_costs_neither_result_nor_error(
     order: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def deny(path: str) -> None:
-        raise PermissionError("AccessDenied")
-
+    deny = Mock(side_effect=PermissionError("AccessDenied"))
     store = make_memory_store()
     store.filesystem.rm_file = deny
     train(Rows(order), store)
     assert RunResult.load(store, "r") is not None
     assert "Remove runs/r/rows by hand" in caplog.text
     assert "Remove runs/r/checkpoints and runs/r/commit-key by hand" in caplog.text
-
-    def fail(*given: Any) -> None:
-        raise ZeroDivisionError("of the training")
-
     store = make_memory_store()
     store.filesystem.rm_file = deny
-    monkeypatch.setattr(FitRun, "launch", fail)
+    monkeypatch.setattr(FitRun, "launch", Mock(side_effect=ZeroDivisionError("of the training")))
     with pytest.raises(ZeroDivisionError, match="of the training"):
         train(Rows(order), store)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import random
 from contextlib import nullcontext
@@ -25,7 +26,6 @@ from spark_elastic.estimators.keras_objects import (
     compile_model,
     find_activation,
 )
-from spark_elastic.estimators.outputs import count_numbers
 from spark_elastic.tensorflow import SyncBatchNormalization
 from spark_elastic.training.keras.archive import Archive, collect_custom_objects
 from spark_elastic.training.keras.batching import order_labels
@@ -48,9 +48,9 @@ class OwnStep(keras.Sequential):
         return {}
 
 
-def build(*layers: Any, kind: Any = keras.Sequential) -> Any:
+def build(*layers: Any, kind: Any = keras.Sequential, **compile_with: Any) -> Any:
     model = kind([keras.Input((2,)), *layers, keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile(**({"optimizer": "sgd", "loss": "mse"} | compile_with))
     return model
 
 
@@ -169,8 +169,7 @@ STOP, BEST = keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint
     ],
 )
 def test_what_callbacks_watch_must_exist(callbacks: Any, validates: bool, sentence: str | None) -> None:
-    model = keras.Sequential([keras.Input((2,), name="x"), Watched(), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", metrics=["mae", keras.metrics.AUC(name="AUC")])
+    model = build(Watched(), metrics=["mae", keras.metrics.AUC(name="AUC")])
     objects = check_keras_objects(values(model=model, callbacks=callbacks))
     with nullcontext() if sentence is None else pytest.raises(InvalidInput, match=sentence):
         check_watched(objects, validates)
@@ -349,7 +348,7 @@ def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> 
     kept, total = predictor.predict([np.array([1.0, 2.0]), np.array([10.0, 20.0])])
     np.testing.assert_allclose(kept, [[1.0, 1.0], [2.0, 2.0]])
     np.testing.assert_allclose(total, [[11.0], [22.0]])
-    assert [count_numbers(shape) for shape in predictor.shapes()] == [2, 1]
+    assert [math.prod(shape) for shape in predictor.shapes()] == [2, 1]
     ours = order_labels(model, model.output, labels)
     assert ours == (["kept", "sum"] if nested == "dict" else ["sum", "kept"])
     extra = ElasticKerasModel(predictor, None)._extra()
@@ -419,15 +418,12 @@ def build_of_own_functions(factor: float) -> Any:
     def compute_squared_error(label: Any, output: Any) -> Any:
         return keras.ops.mean(keras.ops.square(label - output), axis=-1)
 
-    layers = [keras.layers.Lambda(lambda x: x * 2), keras.layers.Dense(1, activation=scale)]
-    model = keras.Sequential([keras.Input((2,)), *layers])
-
     def compute_error(label: Any, output: Any) -> Any:
         return keras.ops.abs(label - output)
 
     wrapped = keras.metrics.MeanMetricWrapper(compute_error, name="error")
-    model.compile("sgd", compute_squared_error, metrics=[compute_squared_error, wrapped])
-    return model
+    layers = [keras.layers.Lambda(lambda x: x * 2), keras.layers.Dense(1, activation=scale)]
+    return build(*layers, loss=compute_squared_error, metrics=[compute_squared_error, wrapped])
 
 
 def test_functions_of_the_users_travel_and_are_saved_with_the_model() -> None:
@@ -558,8 +554,7 @@ def mse(label: Any, output: Any) -> Any:
 def test_functions_named_as_those_of_keras_are_refused(
     activation: Any, compiled_with: dict[str, Any], sentence: str | None
 ) -> None:
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, activation=activation)])
-    model.compile("sgd", **compiled_with)
+    model = build(keras.layers.Dense(1, activation=activation), **compiled_with)
     with nullcontext() if sentence is None else pytest.raises(InvalidInput, match=sentence):
         check_keras_objects(values(model=model))
 
@@ -586,14 +581,11 @@ def make_scale(factor: float) -> Any:
 
 
 def test_functions_that_layers_make_themselves_may_have_one_name() -> None:
-    model = keras.Sequential([keras.Input((2,)), ScaledBy(2.0), keras.layers.Dense(1), ScaledBy(5.0)])
-    model.compile("sgd", "mse")
+    model = build(ScaledBy(2.0), keras.layers.Dense(1), ScaledBy(5.0))
     x = np.array([[1.0, 2.0]])
     loaded = check_keras_objects(values(model=model)).model.load()
     np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
-    activated = [keras.layers.Dense(2, activation=make_scale(n)) for n in (2.0, 5.0)]
-    other = keras.Sequential([keras.Input((2,)), *activated])
-    other.compile("sgd", "mse")
+    other = build(*(keras.layers.Dense(2, activation=make_scale(n)) for n in (2.0, 5.0)))
     with pytest.raises(InvalidInput, match="named 'scale'"):
         check_keras_objects(values(model=other))
 

@@ -38,6 +38,13 @@ def _journal_of(seed: int, path: Path) -> None:
     journal.close()
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A journal."""
+    _journal_of(63, tmp_path / "journal")
+    return tmp_path / "journal"
+
+
 @pytest.mark.parametrize("seed", range(40, 46))
 def test_a_replayed_job_makes_the_same_decisions(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "journal"
@@ -47,9 +54,7 @@ def test_a_replayed_job_makes_the_same_decisions(seed: int, tmp_path: Path) -> N
     assert again.state.stage is JobStage.ENDED
 
 
-def test_a_journal_becomes_a_test_that_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "journal"
-    _journal_of(63, path)
+def test_a_journal_becomes_a_test_that_can_fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = replay(path).as_test("test_the_job_of_monday")
     module: dict[str, object] = {}
     exec(compile(source, "pasted", "exec"), module)
@@ -61,17 +66,13 @@ def test_a_journal_becomes_a_test_that_can_fail(tmp_path: Path, monkeypatch: pyt
         test()
 
 
-def test_a_part_of_a_journal_becomes_a_shorter_test(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    _journal_of(63, path)
+def test_a_part_of_a_journal_becomes_a_shorter_test(path: Path) -> None:
     source = replay(path).as_test(entries=10)
     assert source.count("(now=") == 10
     exec(compile(source, "pasted", "exec"), {})
 
 
-def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "journal"
-    _journal_of(63, path)
+def test_the_first_difference_is_named(path: Path) -> None:
     lines = path.read_text().splitlines()
     number, changed = next(
         (number, json.loads(line)) for number, line in enumerate(lines, 1) if '"AbortWorld"' in line
@@ -82,10 +83,7 @@ def test_the_first_difference_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         replay(path)
 
 
-def test_an_exception_of_the_machine_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "journal"
-    _journal_of(63, path)
-
+def test_an_exception_of_the_machine_is_a_difference(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_error(tx: object, event: object) -> None:
         raise ZeroDivisionError
 
@@ -94,9 +92,7 @@ def test_an_exception_of_the_machine_is_a_difference(tmp_path: Path, monkeypatch
         replay(path)
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    _journal_of(63, path)
+def test_a_torn_last_line_is_left_out(path: Path) -> None:
     whole = len(replay(path).entries)
     path.write_bytes(path.read_bytes()[:-20])
     assert len(replay(path).entries) == whole - 1
@@ -107,9 +103,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
         replay(path, 2)
 
 
-def test_a_torn_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    _journal_of(63, path)
+def test_a_torn_line_in_the_middle_is_an_error(path: Path) -> None:
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:5], lines[5][:30], *lines[6:]]))
     with pytest.raises(InvalidInput, match="line 6 does not belong to a job"):

@@ -1,4 +1,4 @@
-"""How a worker of an estimator comes by the state of its world, and what its validation says of the loss."""
+"""A worker's loop: how it comes by its world's state, its part of a step, and what its history says of the loss."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from elastic_collectives import CollectiveError
 from spark_elastic.data.plan import DataPlan
-from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
+from spark_elastic.errors import InvalidInput
+from spark_elastic.gradients.step_summary import StepDecision
+from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Fence, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointStore, SnapshotReader
 from spark_elastic.runs.snapshot import PickleCodec
 from spark_elastic.training import loop as module
+from spark_elastic.training.batch import Arrays, LocalBatch, StepMetrics
 from spark_elastic.training.loop import TrainingLoop
-from spark_elastic.training.progress import TrainingProgress
+from spark_elastic.training.progress import StepSums, TrainingProgress, select_figures, to_json_values
 from tests.memory_store import make_memory_store
 
 KEPT = Position(2, Phase.TRAIN, 7)
@@ -123,3 +128,96 @@ def test_validation_computes_the_mean_of_an_epoch(steps: list[tuple[float, float
     assert numbers(*steps) == {"val_loss": loss, "val_rows": 10 * len(steps)}
     assert math.isnan(numbers((0.0, 10.0), (0.0, 0.0), has_weight=False)["val_loss"])
     assert numbers((0.0, math.nan), (0.0, math.nan)) == {"val_rows": 20}, "a model without one gets none"
+
+
+ROWS = np.arange(30.0).reshape(10, 3)
+
+
+@pytest.mark.parametrize("made", [np.asarray, torch.from_numpy])
+def test_micro_batches_hold_every_row_once(made: Callable[[Any], Any]) -> None:
+    share = LocalBatch(25, np.arange(10), (made(ROWS),), (made(ROWS[:, 0]),), made(ROWS[:, 1]))
+    parts = list(share.micro_batches(4))
+    assert [len(part) for part in parts] == [3, 3, 4]
+    assert np.array_equal(np.concatenate([part.row_ids for part in parts]), share.row_ids)
+    assert np.array_equal(np.concatenate([part.features[0] for part in parts]), ROWS)
+    assert np.array_equal(np.concatenate([part.labels[0] for part in parts]), ROWS[:, 0])
+    weights = [part.weights for part in parts if part.weights is not None]
+    assert np.array_equal(np.concatenate(weights), ROWS[:, 1])
+    assert {part.planned for part in parts} == {25}
+
+
+@pytest.mark.parametrize("made", [np.asarray, torch.from_numpy])
+def test_a_batch_has_weight_if_one_of_its_rows_has(made: Callable[[Any], Any]) -> None:
+    zeros, some = made(np.zeros(3)), made(np.array([0.0, 0.5, 0.0]))
+    batches = [LocalBatch(3, np.arange(3), (), (), each) for each in (zeros, some)]
+    assert [each.has_weight for each in batches] == [False, True]
+    assert LocalBatch(3, np.arange(3), (), (), zeros, shares=tuple(batches)).has_weight
+    assert not LocalBatch(3, np.arange(3), (), (), some, on_host=((), zeros)).has_weight
+    assert LocalBatch(3, np.arange(3), (), (), None).has_weight
+
+
+class Recorder(StepMetrics):
+    def _count_rows(self, columns: Arrays) -> None:
+        self.counted = columns
+
+
+def test_neither_a_broken_exchange_nor_a_discard_leaves_rows() -> None:
+    def fail(data: bytes) -> list[bytes]:
+        raise CollectiveError([1], "gone")
+
+    metrics, echo = Recorder(), SimpleNamespace(allgather_bytes=lambda data: [data, data])
+    for number in range(3):
+        metrics.add_rows({"loss": (1.5, 3)}, [np.array([10 + number])] if number else None)
+        if number == 0:
+            with pytest.raises(CollectiveError):
+                metrics.gather(SimpleNamespace(allgather_bytes=fail))  # type: ignore[arg-type]
+        elif number == 1:
+            metrics.discard()
+        metrics.gather(echo)  # type: ignore[arg-type]
+        metrics.commit()
+        assert metrics.sums == ({"loss": (3.0, 6)} if number == 2 else {})
+    assert [column.tolist() for column in metrics.counted] == [[12, 12]]
+
+
+def decision(loss: float, denominator: float = 4.0, rows: int = 4) -> StepDecision:
+    none = np.zeros(0, np.bool_)
+    return StepDecision(INITIAL_VERSION, rows, loss, denominator, none, none, 0)
+
+
+def test_an_entry_sums_up_the_steps_of_worlds_of_several_sizes() -> None:
+    sums = StepSums()
+    sums.add(decision(6.0, 4.0, 4), world_size=2, seconds=0.5)
+    sums.add(decision(2.0, 4.0, 4), world_size=3, seconds=0.25)
+    sums.add(decision(4.0, 4.0, 3), world_size=2, seconds=0.25)
+
+    entry = {"epoch": 5, "loss": 1.0, "rows": 11, "planned": 12, "steps": 3, "seconds": 1.0, "worlds": [2, 3]}
+    assert sums.history_entry(epoch=5, planned=12) == entry
+    assert select_figures(entry) == {"loss": 1.0}, "a float, and no time"
+
+
+def test_the_history_keeps_plain_values() -> None:
+    entry = {"a": np.int64(3), "b": np.arange(2), "c": np.float32(0.5)}
+
+    assert to_json_values(entry) == {"a": 3, "b": [0, 1], "c": 0.5}
+    with pytest.raises(InvalidInput, match="a callback added a set to logs"):
+        to_json_values({"a": {1}})
+
+
+def test_progress_comes_back_from_its_plain_values() -> None:
+    progress = TrainingProgress(history=[{"epoch": 0, "loss": 0.5}], stop_reason="early", has_warned=True)
+    progress.epoch.add(decision(6.0, 4.0, 4), world_size=2, seconds=0.5)
+    progress.pending_logs = {"epoch": 1, "step": 0}
+
+    values = progress.to_values()
+
+    assert TrainingProgress.from_values(values) == progress
+    progress.epoch.add(decision(6.0, 4.0, 4), world_size=3, seconds=0.5)
+    assert TrainingProgress.from_values(values) != progress, "the values share something with the progress"
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_nan_is_an_error_with_its_step(loss: float) -> None:
+    says = rf"the loss became {loss} in step 7 of epoch 3: .* learning rate.*=False continues"
+    with pytest.raises(FloatingPointError, match=says):
+        decision(loss).check_finite(Position(2, Phase.TRAIN, 7))
+    decision(-1e300).check_finite(Position(0, Phase.TRAIN, 0))

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,8 +35,8 @@ from spark_elastic.rendezvous.messages import GetValues, Report, Values, WatchWo
 from spark_elastic.worker.context import WaitRecorder, WorkerContext, set_context
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, WorkerLoop
 from spark_elastic.worker.program import Completed, WorkerExit, WorkerHandle
-from tests.unit.ops.workers import use_context_per_thread
 from tests.unit.protocol.driver_bench import make_world
+from tests.worlds import use_context_per_thread
 
 
 def build_loop(program: Any = None, driver: Any = None) -> WorkerLoop:
@@ -177,11 +178,7 @@ def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.Monke
 
 def test_r12_a_silent_driver_ends_the_worker_and_does_not_hide_an_exception_of_user_code() -> None:
     """The main thread, which waits for a world, may time out before the watching thread does."""
-
-    def ask(*what: Any) -> NextWorld:
-        raise DriverUnreachable("The driver does not answer.")
-
-    driver: Any = SimpleNamespace(ask=ask)
+    driver: Any = SimpleNamespace(ask=Mock(side_effect=DriverUnreachable("The driver does not answer.")))
     assert build_loop(SimpleNamespace(close=lambda: None), driver).run() == DRIVER_SILENT_EXIT_CODE
     raised = UserRaised(0.0, "f", "Traceback: the user's\n")
     assert build_loop(driver=driver)._advance(raised) == Exit("user code raised", 1)

@@ -61,7 +61,13 @@ def test_a_worker_waits_in_collectives_and_works_otherwise(
     assert not reader.read(CLOCK.now()).is_waiting
     assert (group.rank, group.size) == (0, 2)
     assert type(group.subgroup(1)) is FakeGroup  # for operation queues, which idle in collectives
-    partner = threading.Thread(target=lambda: join_late(reader, fabric))
+
+    def join_late() -> None:
+        """Join the collective only after the other rank is seen to wait."""
+        until(lambda: reader.read(CLOCK.now()).is_waiting)
+        fabric.group(1).allreduce(np.ones(2))
+
+    partner = threading.Thread(target=join_late)
     partner.start()
     array = np.ones(2)
     group.allreduce(array)
@@ -70,12 +76,6 @@ def test_a_worker_waits_in_collectives_and_works_otherwise(
     sample = reader.read(CLOCK.now() + 5.0)
     assert not sample.is_waiting
     assert sample.seconds >= 5.0
-
-
-def join_late(reader: StackReader, fabric: FakeFabric) -> None:
-    """Join the collective only after the other rank is seen to wait."""
-    until(lambda: reader.read(CLOCK.now()).is_waiting)
-    fabric.group(1).allreduce(np.ones(2))
 
 
 def test_r12_a_worker_sees_answers_to_its_slot(reader: StackReader, sampler: StackSampler) -> None:

@@ -53,18 +53,10 @@ def test_a_slot_that_is_gone_is_forgotten_and_its_host_is_once_it_is_gone_too() 
 # ---- in the machine
 
 
-def _crash(bench: Bench, job: int, started: int = 1) -> None:
-    bench.exit(name(job, started), 3)
-
-
-def _start_spare(bench: Bench, job: int, started: int = 2) -> None:
-    bench.restart(name(job, started))
-
-
 @pytest.mark.scenario("U1")
 def test_a_host_with_a_long_cooldown_releases_its_slots_and_gets_none() -> None:
     bench = Bench.running(1, 2, 3, 4, cooldown_range=(20.0, 60.0))
-    _crash(bench, 2)
+    bench.exit(name(2), 3)
     assert bench.released == ["2-0"]
     bench.regroup(3, name(1), name(3), name(4))
     bench.on(on.LaunchEnded(0, 2, "released"))
@@ -87,9 +79,9 @@ def test_a_host_two_of_whose_slots_failed_is_given_back_but_for_members_of_the_w
         bench.join(name(job))
     bench.start_warm(4)
     bench.form()
-    _crash(bench, 1)
+    bench.exit(name(1), 3)
     assert not bench.released
-    _crash(bench, 2)
+    bench.exit(name(2), 3)
     assert set(bench.released) == {"1-0", "2-0"}
     assert bench.state.blacklist.find_host_return("big", bench.now) is not None
     bench.regroup(3, name(3), name(4))
@@ -101,7 +93,7 @@ def test_a_killed_process_counts_as_a_loss_and_not_as_a_crash() -> None:
     bench = Bench.running(1, 2, 3, 4)
     for number in range(1, 21):
         bench.exit(name(2, number), -9)
-        _start_spare(bench, 2, number + 1)
+        bench.restart(name(2, number + 1))
         bench.regroup(number, name(1), name(3), name(4))
         assert bench.members()[-1] == name(2, number + 1)
         bench.form()
@@ -136,10 +128,10 @@ def test_all_hosts_blacklisted_for_longer_than_the_job_waits_end_it_at_once(mach
         bench.join(name(job))
     bench.form()
     for job in (1, 2):
-        _crash(bench, job)
+        bench.exit(name(job), 3)
     bench.wait(bench.limits.gather_timeout)
     assert not bench.find_commands(End)
-    _crash(bench, 3)
+    bench.exit(name(3), 3)
     bench.wait(0.1)
     said = "all hosts are blacklisted since their workers failed: 1, 2, 3; the first returns never"
     bench.check_end(JobOutcome.NOT_ENOUGH_WORKERS, said)
@@ -154,14 +146,14 @@ def test_a_host_or_listed_machine_without_a_slot_so_far_is_waited_for(left: str)
     bench.start(1)
     if left == "host":
         bench.on(on.HostAppeared(0, "2"))  # it may be on m1
-    _crash(bench, 1)
+    bench.exit(name(1), 3)
     bench.wait(1.0)
     assert not bench.find_commands(End)
 
 
 def test_a_good_host_that_was_lost_is_waited_for_though_all_others_are_blacklisted() -> None:
     bench = Bench.running(1, 2, num_workers=2, max_workers=2, cooldown_range=(math.inf, math.inf))
-    _crash(bench, 1)
+    bench.exit(name(1), 3)
     bench.regroup(3, name(2))
     bench.form()
     bench.on(on.HostLost(0, "h2", "a spot instance went"))
@@ -177,7 +169,7 @@ def test_a_good_host_that_was_lost_is_waited_for_though_all_others_are_blacklist
 
 def test_all_hosts_blacklisted_for_a_while_are_waited_for() -> None:
     bench = Bench.running(1, num_workers=1, max_workers=1, cooldown_range=(20.0, 60.0))
-    _crash(bench, 1)
+    bench.exit(name(1), 3)
     bench.on(on.LaunchEnded(0, 1, "released"))
     assert not bench.find_commands(End)
     bench.wait(14.0)

@@ -65,15 +65,11 @@ def test_r15_a_worker_whose_slot_starts_a_new_process_for_it_may_take_long_to_co
     assert W2 in bench.state.workers
 
 
-def _cut_everybody(bench: Bench) -> None:
+def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted() -> None:
+    bench = Bench.running(1, 2, 3, 4)
     for job in (1, 2, 3, 4):
         bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job)))
         bench.on(on.ConnectionLost(0, SlotId(f"{job}-0")))
-
-
-def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted() -> None:
-    bench = Bench.running(1, 2, 3, 4)
-    _cut_everybody(bench)
     bench.wait(2.0)
     for job in (1, 3, 4):
         bench.on(on.ConnectionBack(0, SlotId(f"{job}-0"), name(job)))

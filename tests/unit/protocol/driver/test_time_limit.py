@@ -9,10 +9,6 @@ from spark_elastic.protocol.driver.forming import LAST_STOP_TIMEOUT
 from tests.unit.protocol.driver_bench import Bench, at, name
 
 
-def _start_one(**limits: float) -> Bench:
-    return Bench.running(1, num_workers=1, max_workers=1, **limits)
-
-
 @pytest.mark.parametrize(
     ("limits", "world", "seconds"),
     [
@@ -22,7 +18,7 @@ def _start_one(**limits: float) -> Bench:
     ],
 )
 def test_a_job_ends_with_its_time(limits: dict[str, float], world: bool, seconds: float | None) -> None:
-    bench = _start_one(**limits) if world else Bench(**limits)
+    bench = Bench.running(1, num_workers=1, max_workers=1, **limits) if world else Bench(**limits)
     bench.wait((seconds or 500.0) - 1.0 - bench.now, heartbeats_of=[1])
     assert not bench.find_commands(End)
     bench.wait(1.2, heartbeats_of=[1])

@@ -1,1 +1,0 @@
-"""What several benchmarks are made of: none of these runs by itself."""
