@@ -1,4 +1,4 @@
-"""States of named values and the run loop, in worlds of threads: whatever dies or joins, what is held is of one step."""
+"""States of named values and the run loop, over worlds of threads: whatever dies or joins, all is of one step."""
 
 from __future__ import annotations
 
