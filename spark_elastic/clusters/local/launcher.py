@@ -190,26 +190,31 @@ class LocalLauncher(ThreadPerSlotLauncher):
 def main() -> None:
     slot = codec.from_line(LocalSlot, sys.stdin.buffer.readline())
     payload = sys.stdin.buffer.read(slot.size)
-    spec, clock = slot.spec, SystemClock()
     if slot.parent is None:
         exit_with_stdin()
-        _check_way_to_driver(spec.address)
+        _check_way_to_driver(slot.spec.address)
     else:
         # The death signal follows the thread that started this process: the launcher's, which lives as long as its
         # slot.
         die_with_parent(slot.parent)
     # Ctrl-C reaches all processes of a terminal, but the driver ends the job. Child processes inherit this setting.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        sys.stdout.write(serve(slot, payload))
+    finally:
+        fork_server_cache.close()
+
+
+def serve(slot: LocalSlot, payload: bytes) -> str:
+    """Be the slot until it ends; returns why it has."""
+    spec, clock = slot.spec, SystemClock()
     known = spec.address, spec.key, spec.attempt, clock
     with RendezvousClient(*known, certificate=spec.certificate) as client:
         try:
             identity = replace(slot.identity, address=find_address_towards(*split_address(spec.address)))
-            reason = SlotAgent(spec, identity, payload, client, clock).run()
+            return SlotAgent(spec, identity, payload, client, clock).run()
         except ElasticError as error:
-            reason = str(error)
-        finally:
-            fork_server_cache.close()
-    sys.stdout.write(reason)
+            return str(error)
 
 
 def check() -> None:

@@ -20,7 +20,7 @@ from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, FindAddresses
 from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 
 WORKERS = 200
-ROUNDS = 3
+ROUNDS = 2
 KEY = b"many clients' key, 32 bytes long"
 
 

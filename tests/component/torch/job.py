@@ -38,6 +38,7 @@ from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import await_fault
+from tests.component.warm_slots import WarmLauncher
 from tests.fit_configs import make_config
 from tests.journals import keep_journal
 from tests.planned_rows import list_row_ids
@@ -216,8 +217,8 @@ def train_and_check(
     return result
 
 
-class DeviceLauncher(ProcessLauncher):
-    """`ProcessLauncher` whose workers train on a device, which all of them share."""
+class DeviceLauncher(WarmLauncher):
+    """`WarmLauncher` whose workers train on a device, which all of them share."""
 
     def __init__(self, device: str, program: object, **options: Any) -> None:
         super().__init__(program, SystemClock(), **options)
