@@ -43,8 +43,7 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Limits, heartbeat_interval
-from spark_elastic.rendezvous.routes import ServerCallbacks
-from spark_elastic.rendezvous.server import RendezvousServer
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 
 KEY = b"k" * 32
 BLOB = 120  # bytes that a rank hands in at a peer

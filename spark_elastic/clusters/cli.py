@@ -35,7 +35,7 @@ from spark_elastic.monitoring.console import LineRateLimiter, OutputListener
 from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.logs import log_to_stream
 from spark_elastic.worker.devices import require_gpus
-from spark_elastic.worker.script import Module, Script
+from spark_elastic.worker.function_program import Module, Script
 
 LOCALHOST = "localhost"
 RunOptions: TypeAlias = SimpleNamespace  # the options of a command line, by their names; None: not given
@@ -343,17 +343,10 @@ def _execute(options: RunOptions) -> None:
         got = f"{least} <= {number} <= {most}"
         raise InvalidInput(f"spark-elastic-run needs --min-np <= -np <= --max-np; got {got}.")
     environment = _make_environment(options)
-    named: dict[str, Any] = {
-        "num_workers": number,
-        "min_workers": options.min_np,
-        "max_workers": options.max_np,
-        "run_id": options.run_id,
-        "store": options.store,
-        "checkpoint_steps": options.checkpoint_steps,
-        "env": environment,
-        "preload": options.preload or None,
+    named = {
+        name: getattr(options, name) for name in ("min_np", "max_np", "run_id", "store", "checkpoint_steps")
     }
-    named = {name: value for name, value in named.items() if value is not None}
+    named |= {"np": number, "env": environment, "preload": options.preload or None}
     call = prepare(program, arguments, named, _make_config(options))
     hosts, clock = HostSlots(), SystemClock()
     config, limits = call.options.config, call.make_limits(number)

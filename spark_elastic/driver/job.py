@@ -22,9 +22,9 @@ from spark_elastic.driver.job_monitor import JobMonitor, StallDetector
 from spark_elastic.driver.journal import Journal
 from spark_elastic.driver.loop import DriverLoop, EventQueue, execute
 from spark_elastic.driver.ports import Discovery, Launcher
-from spark_elastic.driver.run_board import REPORT, STATUS, RunBoard
+from spark_elastic.driver.run_board import RunBoard, Shown
 from spark_elastic.errors import JobCancelled, JobFailed, StoreError
-from spark_elastic.monitoring.job_history import build_status, build_status_pages
+from spark_elastic.monitoring.job_history import build_status_pages
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.logs import StoreLog, isolate_log_handlers
 from spark_elastic.monitoring.report import JobReport, WorldChange, save_page
@@ -33,10 +33,9 @@ from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.types import Limits, SlotSpec, heartbeat_interval
 from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.http_server import Bind, reserve_files
-from spark_elastic.rendezvous.routes import ServerCallbacks
-from spark_elastic.rendezvous.server import RendezvousServer
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from spark_elastic.rendezvous.status_app import StatusApp
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 
 log = logging.getLogger("spark_elastic")
 
@@ -126,9 +125,8 @@ def supervise(
     callbacks = ServerCallbacks(events.put, monitor.on_logs, options.check_host, monitor.on_report, interval)
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
 
-    def describe() -> dict[str, object]:
-        built = monitor.history.build_report()
-        return {STATUS: build_status(monitor.history, name), REPORT: built.to_json()}
+    def describe() -> Shown:
+        return Shown(monitor.history.build_status(name), monitor.history.build_report())
 
     board = None if run is None else RunBoard(run, describe, events.put, clock)
     publish = board.publish if board is not None else lambda kept: None
@@ -173,7 +171,7 @@ def supervise(
         end = _await_end(loop)
     report = monitor.history.build_report()
     if board is not None:
-        board.show(end, None if status is None else save_page(build_status(monitor.history, name)))
+        board.show(end, None if status is None else save_page(monitor.history.build_status(name)))
     try:
         if end.outcome not in (JobOutcome.SUCCESS, JobOutcome.CANCELLED) and run is not None:
             with suppress(StoreError):

@@ -15,8 +15,9 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.data.store import Store, parse_document
@@ -26,20 +27,32 @@ from spark_elastic.monitoring.report import JobReport, encode_json
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import CancelRequested, DrainRequested, DriverEvent
 from spark_elastic.rendezvous import codec
-from spark_elastic.runs.owned_run import CheckpointList, OwnedRun, find_highest_attempt
+from spark_elastic.runs.checkpoint import CheckpointList, OwnedRun, find_highest_attempt
 
 log = logging.getLogger("spark_elastic")
 
 EVERY = 5.0  # seconds between two looks at the store
 END_WAIT = 30.0  # seconds that the job's end waits for the store
 REQUESTS = {"CancelRequested": CancelRequested, "DrainRequested": DrainRequested}
-Shown: TypeAlias = dict[str, Any]  # by the keys below
-STATUS, REPORT, END, BEAT = "status", "report", "end", "beat"  # keys of what is shown
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the store shows of a job."""
+
+    status: dict[str, Any] = field(default_factory=dict)  # that of the status page
+    report: JobReport = field(default_factory=JobReport)  # of the job so far
+    end: End | None = None  # how it has ended; None: it runs
+    beat: int = 0  # how often the driver has shown something
+
+    def __post_init__(self) -> None:
+        if self.end is not None and self.end.outcome is JobOutcome.SUCCESS and not self.end.results:
+            raise ValueError("a success without results")
 
 
 class RunBoard:
-    """The driver's side. describe: returns the job's status and report, as JSON takes them; called in the thread. post:
-    takes what others ask for, and the end of a job whose run another driver holds."""
+    """The driver's side. describe: returns the job's status and report; called in the thread. post: takes what others
+    ask for, and the end of a job whose run another driver holds."""
 
     def __init__(self, run: OwnedRun, describe: Callable[[], Shown], post: Post, clock: Clock) -> None:
         self._run, self._describe, self._post, self._clock = run, describe, post, clock
@@ -62,10 +75,10 @@ class RunBoard:
         """Show how the job stands. end: it has ended so. page: the last one of its status, which the run keeps. A store
         that fails costs this, and one warning."""
         self._beat += 1
-        shown = {**self._describe(), BEAT: self._beat, END: None if end is None else codec.to_plain(end)}
+        shown = replace(self._describe(), end=end, beat=self._beat)
         name = status_name(self._run.run_id, self._run.attempt)
         try:
-            self._run.store.write_bytes(name, encode_json(shown))
+            self._run.store.write_bytes(name, encode_json(codec.to_plain(shown)))
             if page is not None:
                 self._run.store.write_bytes(f"{name.removesuffix('json')}html", page.encode())
         except StoreError as error:
@@ -132,20 +145,12 @@ def encode_request(event: DriverEvent) -> bytes:
 
 
 def read_board(store: Store, run_id: str) -> tuple[int, Shown]:
-    """The newest attempt of a run, 0: there is none, and what its driver shows; {}: nothing yet. Raises StoreError."""
+    """The newest attempt of a run, 0: there is none, and what its driver shows, if it does yet. Raises StoreError."""
     attempt = find_highest_attempt(store, run_id)
     name = status_name(run_id, attempt)
     text = store.read_bytes(name) if store.exists(name) else b""
     try:
         json.loads(text)
     except (ValueError, RecursionError):  # of a store that does not replace an object at once
-        return attempt, {}
-    return attempt, parse_document(text, f"{name} in the store {store.url}", _read_shown)
-
-
-def _read_shown(shown: Any) -> Shown:
-    end = None if shown.get(END) is None else codec.read(End, shown[END])
-    if end is not None and end.outcome is JobOutcome.SUCCESS and not end.results:
-        raise ValueError("a success without results")
-    report = shown.get(REPORT) and JobReport.from_json(shown[REPORT])
-    return {**shown, STATUS: dict(shown.get(STATUS, {})), END: end, REPORT: report}
+        return attempt, Shown()
+    return attempt, parse_document(text, f"{name} in the store {store.url}", partial(codec.read, Shown))

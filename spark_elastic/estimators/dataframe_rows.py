@@ -52,7 +52,7 @@ from spark_elastic.estimators.fit_rows import (
     refuse_run,
 )
 from spark_elastic.estimators.validation import MATERIALIZE
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 from spark_elastic.tables.existing_parquet import PIECE_BYTES, describe_files, find_data_files
 from spark_elastic.tables.footers import CollectFooters, DataFile, FileFacts
 from spark_elastic.tables.lake_tables import read_snapshot

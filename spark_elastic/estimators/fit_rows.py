@@ -34,9 +34,8 @@ from spark_elastic.estimators.dataframes.scan import MissingValues
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.messages import SPARK_STOPPED
 from spark_elastic.rendezvous import codec
-from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore, OwnedRun
 from spark_elastic.runs.identity import WEIGHTS
-from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.tables.existing_parquet import (
     PIECE_BYTES,
     align_ragged,

@@ -18,7 +18,7 @@ from typing import Any, Generic
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.coordinator import resume_after_coordinator_loss
-from spark_elastic.clusters.run import captures
+from spark_elastic.clusters.run import user_code
 from spark_elastic.clusters.spark import make_platform
 from spark_elastic.clusters.spark.platform import JobSpec, SparkPlatform
 from spark_elastic.data.manifest import Column, Manifest
@@ -34,8 +34,7 @@ from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.logs import announce_phase, log_to_listener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.types import Limits, Phase, Position
-from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore, OwnedRun
 from spark_elastic.training.spec import Rows, TrainSpec, UserObjects
 from spark_elastic.worker.imports import is_installed, list_early_imports
 from spark_elastic.worker.program import Program
@@ -112,11 +111,11 @@ def _pickle_objects(objects: UserObjects) -> tuple[bytes, tuple[str, ...]]:
     """The pickled objects, and the modules that loading them imports. InvalidInput names what cannot be pickled."""
     modules: dict[str, None] = {}
     try:
-        payload = captures.dumps(objects, modules=modules)
+        payload = user_code.dumps(objects, modules=modules)
         return payload, tuple(f"{name}?" for name in modules if is_installed(name))
     except InvalidInput:
         for name, value in vars(objects).items():
-            captures.dumps(value, f"the parameter {PARAMETERS.get(name, name)}")
+            user_code.dumps(value, f"the parameter {PARAMETERS.get(name, name)}")
         raise
 
 

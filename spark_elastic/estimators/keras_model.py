@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import io
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -165,11 +165,8 @@ class ElasticKerasModel(ElasticModel, MLReadable["ElasticKerasModel"]):  # type:
 def import_by_name(module: str, name: str) -> Any:
     """A class or function by its place. Raises StoreError if it is not there."""
     try:
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(f"{module}:{name}")
+    except (ImportError, AttributeError, ValueError) as error:
         raise StoreError(
             f"the model needs {name} of {module}, which cannot be imported ({error}): define it in a module that can."
         ) from error
-    return found

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from spark_elastic.checks import FUNCTION, make_kind, make_whole
-from spark_elastic.clusters.run import captures
+from spark_elastic.clusters.run import user_code
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.validation import (
@@ -195,7 +195,7 @@ def make_archive(model: Any, custom_objects: Mapping[str, Any] | None) -> Archiv
         raise InvalidInput(f"the model cannot be written to a .keras file: {_shorten(error)}") from error
     except Exception:  # objects may raise anything while they are pickled
         for name, own in {**collect_custom_objects(model), **(custom_objects or {})}.items():
-            captures.dumps(own, f"{name!r} of the model, its loss, its metrics or custom_objects")
+            user_code.dumps(own, f"{name!r} of the model, its loss, its metrics or custom_objects")
         raise
 
 

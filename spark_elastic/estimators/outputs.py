@@ -6,6 +6,7 @@ numpy only; any thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,6 @@ SEVERAL, SINGLE = ("softmax", "exp"), ("sigmoid", "probability")
 ACTIVATIONS = (*SEVERAL, *SINGLE, "identity")
 OF_CLASSES = ("probability_col", "raw_prediction_col", "threshold", "thresholds")  # of classes alone
 HALF = 0.5
-
-
-def count_numbers(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class Outputs:
     @classmethod
     def of(cls, shapes: Sequence[Shape], wanted: OutputColumns) -> Outputs:
         """shapes: of a row of each output of the model. Raises InvalidInput where the columns do not fit it."""
-        widths = tuple(map(count_numbers, shapes))
+        widths = tuple(map(math.prod, shapes))
         if wanted.activation is not None:
             obstacle = _find_obstacle(shapes, wanted.activation, wanted.thresholds)
             if obstacle is None:
@@ -171,7 +168,7 @@ def _find_obstacle(shapes: Sequence[Shape], activation: str, thresholds: Sequenc
         return (
             f"classes are of one output, and the model has {len(shapes)}: let transform's forward return one"
         )
-    width = count_numbers(shapes[0])
+    width = math.prod(shapes[0])
     if sum(size > 1 for size in shapes[0]) > 1:
         return f"classes need one number each, and the model returns {shapes[0]} a row: use the prediction"
     if (activation in SEVERAL and width == 1) or (activation in SINGLE and width > 1):

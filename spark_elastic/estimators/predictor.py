@@ -6,6 +6,7 @@ Knows pandas and torch; of Spark only what its caller hands in.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from spark_elastic.data.transformation import (
     transform_inputs,
 )
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators.outputs import Floats, Shape, count_numbers
+from spark_elastic.estimators.outputs import Floats, Shape
 from spark_elastic.estimators.saving import Packed
 from spark_elastic.worker.devices import find_gpu_number, list_visible_gpus
 
@@ -63,7 +64,7 @@ def predict_in_batches(
         count = len(part[0])
         parts.append([_check_rows(output, count).reshape(count, -1) for output in forward(part)])
     if not parts:
-        return [np.zeros((0, count_numbers(shape))) for shape in shapes()]
+        return [np.zeros((0, math.prod(shape))) for shape in shapes()]
     return [np.concatenate(output) for output in zip(*parts, strict=True)]
 
 
@@ -101,7 +102,7 @@ def stack_rows(rows: Sequence[Any], column: Column) -> npt.NDArray[Any]:
         return _stack_objects(rows, column)
     if not column.shape:
         return _cast_to_trained_dtype(np.asarray(rows), column)
-    size = count_numbers(column.shape)
+    size = math.prod(column.shape)
     plain = [row for row in rows if isinstance(row, np.ndarray) and row.dtype != object and row.size == size]
     if len(plain) == len(rows) > 0:  # as Arrow hands arrays over
         return _cast_to_trained_dtype(np.concatenate(plain).reshape(len(plain), *column.shape), column)

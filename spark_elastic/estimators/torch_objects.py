@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from spark_elastic.checks import FUNCTION, Check, describe, make_number
-from spark_elastic.clusters.run import captures
+from spark_elastic.clusters.run import user_code
 from spark_elastic.data.loader import StepRows
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.validation import (
@@ -89,7 +89,7 @@ def check_serializable(model: torch.nn.Module) -> None:
         for name, part in model.named_modules():
             for key, value in vars(part).items():
                 if key not in _MODULES_OWN:
-                    captures.dumps(value, f"{key!r} of layer {name!r} of the model")
+                    user_code.dumps(value, f"{key!r} of layer {name!r} of the model")
 
 
 class _WithoutTensors(cloudpickle.Pickler):  # type: ignore[misc,unused-ignore]

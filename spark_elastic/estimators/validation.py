@@ -32,7 +32,7 @@ from spark_elastic.data.store import parse_store_url
 from spark_elastic.data.transformation import RowBatch, Transformation, reshape_results
 from spark_elastic.errors import ElasticError, InvalidInput
 from spark_elastic.estimators.dataframes.scan import MissingValues
-from spark_elastic.runs import owned_run
+from spark_elastic.runs import checkpoint
 from spark_elastic.training.spec import FitConfig, TrainSpec, UserObjects
 from spark_elastic.training.trainer import describe_dependent_layers
 from spark_elastic.training.transformation_pool import bind_transformation
@@ -81,7 +81,7 @@ def build_request(
         raise InvalidInput("transformation_workers apply transformation_fn, which is missing: give both.")
     store, run_id = values["store"], values["run_id"]
     if run_id is not None:
-        owned_run.check_name(run_id)
+        checkpoint.check_name(run_id)
     return FitRequest(
         config=config,
         objects=objects,

@@ -54,8 +54,8 @@ from spark_elastic.runs.snapshot import (
     pickle_value,
 )
 from spark_elastic.worker.context import WorkerContext, get_context
+from spark_elastic.worker.function_program import DIST_ENV, DistEnv, exchange_dist_env
 from spark_elastic.worker.program import WorkerHandle
-from spark_elastic.worker.script import DIST_ENV, DistEnv, exchange_dist_env
 from spark_elastic.worker.session import get_group, mark_loop_begun, update_metrics
 
 H = TypeVar("H", bound=StateHandler)
@@ -538,7 +538,7 @@ class WorkerSession:
 
     def wait_until_idle(self) -> None:
         """Wait until no other thread calls the group's collectives."""
-        _require_context().group_context.wait_until_idle()
+        _require_context().group_context.collective_thread.drain()
 
     def report_commit(self, commits: int) -> None:
         """Report that this worker now holds the state of `commits` commits."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -61,8 +62,7 @@ def _join(kind: Any) -> Any:
 
 def import_lightning(text: str) -> Any:
     """Import a class of the package that the program uses. text: module:class."""
-    module, name = text.split(":")
-    return getattr(importlib.import_module(f"{_choose_package()}.{module}"), name)
+    return pkgutil.resolve_name(f"{_choose_package()}.{text}")
 
 
 @cache

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from spark_elastic.clock import Clock
 from spark_elastic.monitoring.console import POSITION_METRICS
@@ -63,18 +63,6 @@ EVENT_WORDS = {
     "notify user": "",
     "stall": "",
 }
-
-
-class HistoryView(NamedTuple):
-    """What the status page reads of a history at one time."""
-
-    now: float  # on the driver's clock
-    state: DriverState | None  # of the driver machine; None before its first event
-    report: JobReport  # of the job so far
-    metrics: Metrics  # newest report of rank 0
-    throughput: Throughput  # from those reports
-    entries: list[dict[str, Any]]  # what happened, oldest first, as the page has it
-    lost_slots: list[dict[str, Any]]  # those of the last `LOST_SECONDS`, newest first, as the page has them
 
 
 class JobHistory(JobListener):
@@ -132,28 +120,47 @@ class JobHistory(JobListener):
 
     def build_report(self) -> JobReport:
         """Of the job so far."""
-        return self.view().report
+        with self._lock:
+            return self._build_report(self._clock.now() - self._started)
 
-    def view(self) -> HistoryView:
+    def build_status(self, name: str) -> dict[str, Any]:
+        """What the status page shows of a job of that name, as JSON can hold it. Times are seconds since the launch."""
         now = self._clock.now()
         at = now - self._started
         with self._lock:
-            phases, useful = self._sum_up(at if self._ended_at is None else self._ended_at)
-            report = JobReport(
-                seconds=at,
-                phases=phases,
-                world_changes=tuple(self._worlds),
-                curve=self._series.points,
-                checkpoints=self._checkpoints,
-                checkpoint_seconds=self._earlier_checkpoint_seconds + _get_checkpoint_seconds(self._metrics),
-                reserved_hours=self._reserved / 3600,
-                useful_hours=useful / 3600,
+            report, state, metrics, entries = (
+                self._build_report(at),
+                self._state,
+                self._metrics,
+                list(self._entries),
             )
-            lost = [slot for slot in reversed(self._lost) if at - slot["at"] <= LOST_SECONDS]
-            seen = now, self._state, report, self._metrics, self._throughput
-            return HistoryView(*seen, list(self._entries), lost)
+            lost = [slot for slot in reversed(self._lost) if at - slot["at"] <= LOST_SECONDS]  # newest first
+        stale = self._throughput.is_stale(at)
+        return {
+            "name": name,
+            **report.describe(),
+            **(STARTING if state is None else _describe_state(state, now)),
+            "lost_slots": lost,
+            "metrics": {name: n for name, n in metrics.items() if type(n) in (int, float)},
+            "rows_per_second": 0.0 if stale else round(self._throughput.rows_per_second, 2),
+            "seconds_left": None if stale else self._throughput.seconds_left,
+            "events": _list_events(report, entries),
+        }
 
     # ---- under the lock
+
+    def _build_report(self, at: float) -> JobReport:
+        phases, useful = self._sum_up(at if self._ended_at is None else self._ended_at)
+        return JobReport(
+            seconds=at,
+            phases=phases,
+            world_changes=tuple(self._worlds),
+            curve=self._series.points,
+            checkpoints=self._checkpoints,
+            checkpoint_seconds=self._earlier_checkpoint_seconds + _get_checkpoint_seconds(self._metrics),
+            reserved_hours=self._reserved / 3600,
+            useful_hours=useful / 3600,
+        )
 
     def _follow(self, at: float, commands: Commands, state: DriverState) -> WorldChange | None:
         """Take over what a transition changed. Returns the world that is complete with it, if any."""
@@ -271,24 +278,8 @@ def build_status_pages(history: JobHistory, name: str) -> dict[str, Page]:
     html = read_page()
     return {
         "": Page("text/html; charset=utf-8", partial(bytes, html), build_content_security_policy(html)),
-        "data": Page("application/json", lambda: encode_json(build_status(history, name))),
-        "metrics": Page(PROMETHEUS_TYPE, lambda: format_prometheus(build_status(history, name))),
-    }
-
-
-def build_status(history: JobHistory, name: str) -> dict[str, Any]:
-    """A value that JSON can hold. Times are seconds since the launch."""
-    now, state, report, metrics, throughput, entries, lost_slots = history.view()
-    stale = throughput.is_stale(report.seconds)
-    return {
-        "name": name,
-        **report.describe(),
-        **(STARTING if state is None else _describe_state(state, now)),
-        "lost_slots": lost_slots,
-        "metrics": {name: n for name, n in metrics.items() if type(n) in (int, float)},
-        "rows_per_second": 0.0 if stale else round(throughput.rows_per_second, 2),
-        "seconds_left": None if stale else throughput.seconds_left,
-        "events": _list_events(report, entries),
+        "data": Page("application/json", lambda: encode_json(history.build_status(name))),
+        "metrics": Page(PROMETHEUS_TYPE, lambda: format_prometheus(history.build_status(name))),
     }
 
 

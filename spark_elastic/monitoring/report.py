@@ -20,6 +20,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from spark_elastic.checks import require_package
+from spark_elastic.rendezvous import codec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -350,19 +351,11 @@ class JobReport:
         ]
 
     def to_json(self) -> str:
-        values = dataclasses.asdict(self)
-        for change in values["world_changes"]:
-            change["kind"] = change["kind"].value
-        return json.dumps(values)
+        return json.dumps(codec.to_plain(self))
 
     @classmethod
     def from_json(cls, text: str) -> JobReport:
-        values = json.loads(text)
-        changes = values.pop("world_changes")
-        changes = [WorldChange(**{**change, "kind": WorldChangeKind(change["kind"])}) for change in changes]
-        curve = tuple(MetricPoint(**point) for point in values.pop("curve"))
-        epochs = tuple(EpochRows(**epoch) for epoch in values.pop("epochs"))
-        return cls(world_changes=tuple(changes), curve=curve, epochs=epochs, **values)
+        return codec.read(cls, json.loads(text))
 
     def __repr__(self) -> str:
         recoveries = f"{len(self.recoveries)} recover{'y' if len(self.recoveries) == 1 else 'ies'}"

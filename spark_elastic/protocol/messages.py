@@ -47,8 +47,6 @@ class WorkerRequest(DriverRequest[R_co]):
 class Acknowledged:
     """The driver has received the message."""
 
-    stop: str | None = None  # why the sender must end; None: it continues
-
 
 @dataclass(frozen=True)
 class Admission:
@@ -64,7 +62,6 @@ class HeartbeatReply:
     """Answers a heartbeat."""
 
     heartbeat_interval: float = 1.0  # seconds until the next heartbeat is due
-    stop: str | None = None  # why the slot must end; None: it continues
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ IN_WORLD = (WorkerStage.FORMING, WorkerStage.SYNCING, WorkerStage.RUNNING)
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What a worker knows of itself and its world."""
+    """What a worker knows of itself and its world. A process that was just started does nothing before it is warm."""
 
     worker: WorkerId  # its own id
     stage: WorkerStage = WorkerStage.STARTING  # what its main thread does
@@ -47,11 +47,6 @@ class WorkerState:
 
 
 StepResult: TypeAlias = tuple[WorkerState, tuple[do.WorkerCommand, ...]]
-
-
-def initial(worker: WorkerId) -> StepResult:
-    """A process that was just started; it does nothing before it is warm."""
-    return WorkerState(worker), ()
 
 
 def step(state: WorkerState, event: on.WorkerEvent) -> StepResult:

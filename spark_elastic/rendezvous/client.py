@@ -11,7 +11,7 @@ import select
 import socket
 import ssl
 import threading
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -114,7 +114,7 @@ class Connection:
 
 
 @dataclass(eq=False, repr=False)
-class RendezvousClient:
+class RendezvousClient(AbstractContextManager["RendezvousClient"]):
     """Sends requests to one driver, over connections that it keeps for later ones."""
 
     address: str  # "host:port"
@@ -202,9 +202,6 @@ class RendezvousClient:
                     socket.socket.shutdown(sock, socket.SHUT_RDWR)
         for connection in idle:
             self._drop(connection.socket)
-
-    def __enter__(self) -> RendezvousClient:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

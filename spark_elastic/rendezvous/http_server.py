@@ -1,7 +1,9 @@
-"""HTTP server on one thread that outlives crashes of its event loop; its connections are in `connections.py`.
+"""An HTTP server on one thread: one request of HTTP/1.1 at a time on each connection, with deadlines and bounds.
 
-When a loop dies, the next one takes over the bound socket, so clients only wait; a socket that no longer listens is
-replaced on the same port. A second socket may listen on localhost; it is dropped when it breaks.
+One function sees the head of a request before any byte of the body is read, and answers, or gives the function that
+answers the body. An answer that waits for a change is a `LongPoll`. When the event loop dies, the next one takes over
+the bound socket, so clients only wait; a socket that no longer listens is replaced on the same port. A second socket
+may listen on localhost; it is dropped when it breaks.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import resource
 import socket
 import ssl
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
 
 from spark_elastic.errors import InvalidInput
+from spark_elastic.rendezvous import http1
 from spark_elastic.rendezvous.auth import Certificate
-from spark_elastic.rendezvous.connections import App, ConnectionLimits, Connections
+from spark_elastic.rendezvous.http1 import HttpRequest, Response
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
@@ -72,6 +77,354 @@ def format_address(bind: Bind, listener: socket.socket) -> str:
     host, port = (bind.advertise or bind.host).strip("[]"), listener.getsockname()[1]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
+
+# ---- connections
+
+
+@dataclass(eq=False)
+class LongPoll:
+    """A request that waits for a reply, for its deadline, or for the end of its connection: the first one ends it."""
+
+    waiters: Waiters  # wake it
+    topic: Topic  # of what it waits for
+    find_reply: Callable[
+        [bool], object
+    ]  # the reply; None: it goes on waiting. True: it cannot, at its deadline
+    # Called once it has ended. Given whether the connection broke, and then whether the network reset it: the kernel of
+    # a machine closes the connections of a process that died. None: the connection did not break.
+    on_ended: Callable[[bool | None], None] = lambda reset: None
+    # Set by the dispatcher:
+    hold: float = 0.0  # seconds until its deadline
+    # Makes the reply that a call gives, or the error that it raises, a response; None, if it gives None.
+    respond: Callable[[Callable[[], object]], object] = lambda compute: None
+
+    def start(self, send: Callable[[Response], None]) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._is_woken = False
+        self._timer = self._loop.call_later(self.hold, self._end_if_answered, True)
+        self.waiters.add(self.topic, self)
+
+    def wake(self) -> None:
+        """Look for a reply, after what this thread does now: several changes at once are one answer."""
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon(self._look)
+
+    def cancel(self, reset: bool | None) -> None:
+        self._timer.cancel()
+        self.waiters.remove(self.topic, self)
+        self.on_ended(reset)
+
+    def _look(self) -> None:
+        self._is_woken = False
+        if not self._timer.cancelled():
+            self._end_if_answered(False)
+
+    def _end_if_answered(self, is_last: bool) -> None:
+        response = self.respond(lambda: self.find_reply(is_last))
+        if isinstance(response, Response):
+            self.cancel(None)
+            self._send(response)
+
+
+class Subject(Enum):
+    WORLD = "a worker's next world"
+    UPDATE = "what a worker must know at once"
+    COMMANDS = "commands to a slot"
+    VALUES = "values of a scope"
+
+
+Topic: TypeAlias = tuple[Subject, str]  # of which worker, slot or scope
+
+
+class Waiters:
+    """Long polls by topic. A change wakes those that it may concern: thousands of others wait all the time."""
+
+    def __init__(self) -> None:
+        self._polls: defaultdict[Topic, set[LongPoll]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._polls.values()))
+
+    def add(self, topic: Topic, poll: LongPoll) -> None:
+        self._polls[topic].add(poll)
+
+    def remove(self, topic: Topic, poll: LongPoll) -> None:
+        self._polls[topic].discard(poll)
+        if not self._polls[topic]:
+            del self._polls[topic]
+
+    def wake(self, *topics: Topic) -> None:
+        for topic in topics:
+            for poll in self._polls.get(topic, ()):
+                poll.wake()
+
+    def wake_all(self, *subjects: Subject) -> None:
+        for (subject, _), polls in self._polls.items():
+            for poll in polls if subject in subjects else ():
+                poll.wake()
+
+
+AnswerBody = Callable[[bytes], Response | LongPoll]
+App = Callable[[HttpRequest], Response | AnswerBody]
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What one connection, and all that have not authenticated themselves, may take."""
+
+    head_seconds: float = 10.0  # for the head of a request, from its first byte or from the connect
+    body_seconds: float = 10.0  # for the body to arrive
+    handshake_seconds: float = 10.0  # for TLS to be agreed on
+    idle_seconds: float = 600.0  # for which a connection is kept without a request
+    unauthenticated: int | None = None  # connections; None: as `max_unauthenticated`
+
+
+def max_unauthenticated() -> int:
+    """Most connections that have not authenticated themselves: a quarter of the files that this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2048 if soft == resource.RLIM_INFINITY else max(16, min(2048, soft // 4))
+
+
+class Connection(asyncio.Protocol):
+    """A connection: one request at a time, each with deadlines for its head and its body."""
+
+    def __init__(self, connections: Connections, accepted: socket.socket) -> None:
+        self._connections = connections
+        self._limits = connections.limits
+        self._socket = accepted
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None  # None: none yet, as before a TLS handshake
+        self._received = bytearray()  # not read yet
+        self._request = HttpRequest("GET", "", "", {}, 0, True)  # the newest one that was read
+        self._answer_body: AnswerBody | None = None  # of that request, while its body is awaited
+        self._pending: LongPoll | None = None  # of that request, while its answer is awaited
+        self._is_in_head = True  # the deadline is that of a head
+        self._is_last = False  # it closes behind the next response
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ---- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._is_encrypted = transport.get_extra_info("sslcontext") is not None
+        self._set_deadline(self._limits.head_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_closing():
+            return
+        self._received += data
+        if self._pending is None:
+            self._read()
+        if self._pending is not None and len(self._received) > http1.MAX_HEAD_BYTES:
+            self.abort()  # the job's clients send nothing before they have their answer
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_deadline(None)
+        if self._transport is not None:
+            self._transport.close()  # Python 3.10 takes one of TLS for open otherwise
+        self._connections.forget(self)
+        if self._pending is not None:
+            self._pending.cancel(exc is not None)
+            self._pending = None
+
+    # ---- called by the server
+
+    def finish(self) -> None:
+        """Close it behind the answer that is awaited, or now."""
+        self._is_last = True
+        if self._pending is None:
+            if self._transport is not None and self._transport.get_write_buffer_size():
+                self._transport.close()  # behind what is being sent
+            else:
+                self.abort()  # a client that reads nothing answers no end of TLS
+
+    def abandon(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel(None)
+            self._pending = None
+        self.abort()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+            return
+        with suppress(OSError):  # it has hung up itself
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    # ---- requests
+
+    def _read(self) -> None:
+        while self._pending is None and not self._is_closing():
+            if self._answer_body is None:
+                if not self._read_head():
+                    return
+            elif len(self._received) < self._request.length:
+                return
+            else:
+                body = bytes(self._received[: self._request.length])
+                del self._received[: self._request.length]
+                answer, self._answer_body = self._answer_body, None
+                self._set_deadline(None)
+                self._take(answer(body))
+
+    def _read_head(self) -> bool:
+        end = self._received.find(http1.END_OF_HEAD, 0, http1.MAX_HEAD_BYTES)
+        if end < 0 and len(self._received) < http1.MAX_HEAD_BYTES:
+            if self._received and not self._is_in_head:
+                self._is_in_head = True
+                self._set_deadline(self._limits.head_seconds)
+            return False
+        try:
+            self._request = http1.parse_request(bytes(self._received[: max(0, end)]))
+        except http1.MalformedHead as error:
+            self._connections.note_refused(str(error))
+            self._send(Response(400, is_last=True))
+            return False
+        del self._received[: end + len(http1.END_OF_HEAD)]
+        self._is_in_head = False
+        self._request.is_encrypted = self._is_encrypted
+        self._take(self._connections.app(self._request))
+        return True
+
+    def _take(self, answer: Response | LongPoll | AnswerBody) -> None:
+        if isinstance(answer, Response):
+            self._send(answer)
+        elif isinstance(answer, LongPoll):
+            self._pending = answer
+            self._connections.unauthenticated.pop(self, None)  # only a genuine request waits
+            answer.start(self._send)
+        else:
+            self._answer_body = answer
+            if len(self._received) < self._request.length:
+                self._set_deadline(self._limits.body_seconds)
+
+    def _send(self, response: Response) -> None:
+        assert self._transport is not None
+        self._pending = None
+        if response.is_authenticated:
+            self._connections.unauthenticated.pop(self, None)
+        response.is_last = response.is_last or self._request.is_last or self._is_last
+        self._transport.write(response.encode(with_body=self._request.method != "HEAD"))
+        self._set_deadline(None if response.is_last else self._limits.idle_seconds)
+        if response.is_last:
+            self._transport.close()
+        elif self._received:  # what was sent meanwhile
+            self._loop.call_soon(self._read)
+
+    def _is_closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    # ---- deadlines
+
+    def _set_deadline(self, seconds: float | None) -> None:
+        """seconds: from now; None: there is no deadline."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        if self._answer_body is None:
+            self.abort()
+        else:
+            self._send(Response(408, is_last=True))
+
+
+# Connections; a whole queue at once could use up the files before the first ones are closed.
+ACCEPT_BATCH = 64
+UNSERVED_LOG_INTERVAL = 60.0  # seconds between two log lines about requests that are not served
+# Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+
+
+class Connections:
+    """All connections of one event loop, from the moment at which they are accepted."""
+
+    def __init__(
+        self, app: App, limits: ConnectionLimits, tls: ssl.SSLContext | None, on_empty: Callable[[], None]
+    ) -> None:
+        """on_empty: called when the last connection is gone."""
+        self.app = app
+        self.limits = limits
+        # Those that have not authenticated themselves, in the order in which they came; also before a TLS handshake.
+        self.unauthenticated: dict[Connection, None] = {}
+        self._tls = tls
+        self._on_empty = on_empty
+        self._loop = asyncio.get_running_loop()
+        self._all: set[Connection] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._refused = 0  # requests since the last line of the log
+        self._next_line = 0.0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def accept(self, listener: socket.socket) -> None:
+        """Take what waits at `listener`; an OSError: no file can be opened, or it listens no longer."""
+        for _ in range(ACCEPT_BATCH):
+            try:
+                accepted, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            accepted.setblocking(False)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                accepted.setsockopt(socket.IPPROTO_TCP, option, value)
+            connection = Connection(self, accepted)
+            self._all.add(connection)
+            self.unauthenticated[connection] = None
+            if len(self.unauthenticated) > (self.limits.unauthenticated or max_unauthenticated()):
+                first = next(iter(self.unauthenticated))
+                del self.unauthenticated[first]
+                first.abort()
+            task = self._loop.create_task(self._open(connection, accepted))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _open(self, connection: Connection, accepted: socket.socket) -> None:
+        seconds = self.limits.handshake_seconds if self._tls is not None else None
+        with suppress(OSError):  # it hung up, or does not speak TLS
+            await self._loop.connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
+            return
+        self.forget(connection)  # no `connection_lost` follows
+
+    def forget(self, connection: Connection) -> None:
+        self.unauthenticated.pop(connection, None)
+        self._all.discard(connection)
+        if not self._all:
+            self._on_empty()
+
+    def note_refused(self, why: str) -> None:
+        """Count a request that is no HTTP; their number is logged once per `UNSERVED_LOG_INTERVAL`."""
+        self._refused += 1
+        now = self._loop.time()
+        if now >= self._next_line:
+            self._next_line = now + UNSERVED_LOG_INTERVAL
+            count, self._refused = self._refused, 0
+            log.warning(
+                "The driver's server refused %d request%s (the last one: Invalid HTTP, %s). A program outside of the "
+                "job connects to its port, which does not affect the job. The next such line follows in %g s or later.",
+                count, "" if count == 1 else "s", why, UNSERVED_LOG_INTERVAL,
+            )  # fmt: skip
+
+    def finish(self) -> None:
+        for connection in tuple(self._all):
+            connection.finish()
+
+    async def abandon(self) -> None:
+        for connection in tuple(self._all):
+            connection.abandon()
+        for task in self._handshakes:
+            task.cancel()
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        await asyncio.sleep(0)  # their transports close
+
+
+# ---- the server
 
 RESTART_DELAY = 0.05  # seconds between the death of a loop and the next, doubled while none comes up
 MAX_RESTART_DELAY = 1.0  # seconds

@@ -9,11 +9,12 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, SlotId, WorkerId, World
-from spark_elastic.rendezvous.connections import Subject, Waiters
+from spark_elastic.rendezvous.http_server import Subject, Waiters
 from spark_elastic.rendezvous.messages import (
     CompareAndSet,
     Comparison,
@@ -109,19 +110,15 @@ class KeyValueStore:
 class ServerState:
     """The current world, aborts, versions, commands to slots and the job's end. Changes wake the polls they concern."""
 
-    def __init__(self, attempt: int, small_world: int = SMALL_WORLD) -> None:
-        self.attempt = attempt
+    def __init__(self) -> None:
         self.values = KeyValueStore()
         self.waiters = Waiters()
         self.ended: str | None = None
         self.addresses: dict[WorkerId, str] = {}  # of workers that have asked for a world
-        self._small_world = small_world
         self._addresses_of_all: tuple[str, ...] = ()  # in the current world, if it is small
         self._world: World | None = None
         self._abort_reason: str | None = None  # why the current world is over
-        self._newest_ended: tuple[Fence, str] | None = None  # the newest world that is over, and why it is
-        self._version = INITIAL_VERSION
-        self._update = WorkerUpdate(self._version)  # what all must know that continue
+        self._update = WorkerUpdate(INITIAL_VERSION)  # what all must know that continue
         self._stops: dict[WorkerId, WorkerToStop] = {}
         self._commands: defaultdict[SlotId, list[WorkerToStop]] = defaultdict(list)
         self._released: dict[SlotId, str] = {}
@@ -133,7 +130,7 @@ class ServerState:
             self._end_world(self._world.fence, world.reason)
         self._world, self._abort_reason = world, None
         self.values.open(name_generation_scope(world.fence.generation))
-        addresses = self.find_addresses(range(world.size)) if world.size <= self._small_world else ()
+        addresses = self.find_addresses(range(world.size)) if world.size <= SMALL_WORLD else ()
         self._addresses_of_all = addresses if all(addresses) else ()
         self.waiters.wake(*((Subject.WORLD, member.worker) for member in world.members))
 
@@ -144,8 +141,7 @@ class ServerState:
             self._end_world(fence, reason)
 
     def announce(self, version: MembershipVersion) -> None:
-        self._version = version
-        self._renew_update()
+        self._renew_update(version=version)
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool) -> None:
         slot = worker.slot
@@ -166,14 +162,12 @@ class ServerState:
 
     def _end_world(self, fence: Fence, reason: str) -> None:
         """Tell every worker, also those that are no members: they may watch a world before it."""
-        self._newest_ended = fence, reason
         self.values.close_generations()
         self.waiters.wake_all(Subject.VALUES)
-        self._renew_update()
+        self._renew_update(ended_fence=fence, end_reason=reason)
 
-    def _renew_update(self) -> None:
-        fence, reason = self._newest_ended or (None, "")
-        self._update = WorkerUpdate(self._version, fence, reason)
+    def _renew_update(self, **changes: Any) -> None:
+        self._update = dataclasses.replace(self._update, **changes)
         self.waiters.wake_all(Subject.UPDATE)
 
     def set_address(self, worker: WorkerId, address: str) -> None:

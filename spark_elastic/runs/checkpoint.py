@@ -1,4 +1,5 @@
-"""A run's checkpoints in the store: rank 0 writes them in the background, the driver publishes them (R18, publication).
+"""A run in the store: the driver that owns it, and its checkpoints. Rank 0 writes them in the background, the driver
+publishes them (R18, publication).
 
     runs/RUN/checkpoints/ATTEMPT-GENERATION-EPOCH-PHASE-STEP/{parts, manifest.json}    one checkpoint
     runs/RUN/checkpoints/published-ATTEMPT-NUMBER.json                                 the list of published ones
@@ -14,18 +15,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
+import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from spark_elastic.clock import Clock
-from spark_elastic.data.store import Store, StoreFull, parse_document
-from spark_elastic.errors import ElasticError, StoreError
+from spark_elastic.data.store import ENDED, Store, StoreFull, parse_document
+from spark_elastic.errors import ElasticError, InvalidInput, JobCancelled, StoreError
+from spark_elastic.protocol.messages import TAKEN_OVER
 from spark_elastic.protocol.types import Checkpoint, Fence, Position, format_position
 from spark_elastic.rendezvous import codec
 from spark_elastic.runs.kept_commits import KeptCommits
@@ -164,110 +169,6 @@ def _check(data: bytes, digest: str, name: str) -> None:
         raise StoreError(f"{name} is not what was written: its SHA-256 differs.")
 
 
-MakeParts = Callable[[], Mapping[str, bytes]]
-Report = Callable[[Checkpoint | None], object]
-"""Passes a written checkpoint to the driver, which publishes it unless it is too late; None: the store has no room."""
-
-
-class CheckpointWriter:
-    """Writes checkpoints in one thread. One is in flight at a time, and a newer one replaces one that still waits. A
-    store that fails costs that checkpoint, never the training; of a row of failures only the first is a warning."""
-
-    def __init__(self, store: CheckpointStore, report: Report) -> None:
-        """report: called in the thread."""
-        self._store, self._report = store, report
-        self._changed = threading.Condition()  # guards the five fields below
-        self._waiting: tuple[Fence, Position, MakeParts] | None = None  # the checkpoint to write next
-        self._offered: tuple[Fence, Position] | None = None  # the last one; None: it failed, or there is none
-        # Whether it was offered again while it was not known to fail: at the end of a job nothing offers it once more.
-        self._offered_again = False
-        self._writing = self._closing = False
-        self._thread: threading.Thread | None = None  # `offer` starts it
-        self._failures = 0  # since the last checkpoint that was written; the thread's own
-
-    def offer(self, fence: Fence, position: Position, make_parts: MakeParts) -> None:
-        """Have a checkpoint written by the thread, unless it was offered before and does not fail. Returns at once."""
-        with self._changed:
-            self._offered_again = self._offered == (fence, position)
-            if self._offered_again:
-                return
-            self._offered = (fence, position)
-            self._waiting = (fence, position, make_parts)
-            self._changed.notify_all()
-        if self._thread is None:
-            self._start_thread()
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            # The process has as many threads as it may: the next checkpoint tries again
-            log.warning("checkpoint not written: %s", error)
-            with self._changed:
-                self._offered = self._waiting = None
-            return
-        self._thread = thread
-
-    def flush(self) -> None:
-        """Wait until everything offered is written and reported or has failed, up to FLUSH_TIMEOUT for a slow store."""
-        for number in range(1, int(FLUSH_TIMEOUT / WARN_INTERVAL) + 1):
-            with self._changed:
-                if self._changed.wait_for(lambda: self._waiting is None and not self._writing, WARN_INTERVAL):
-                    return
-            log.warning("the last checkpoint is still being written, after %g s.", number * WARN_INTERVAL)
-        log.error("the last checkpoint is given up: the store does not answer; the one before it stays.")
-
-    def close(self) -> None:
-        """Write the checkpoint that waits, and end the thread."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting is not None)
-                task, self._waiting = self._waiting, None
-                self._writing = task is not None
-            if task is None:
-                return
-            succeeded = self._try_to_write(*task)
-            with self._changed:
-                self._writing = False
-                if not succeeded and self._offered == task[:2]:  # so none waits
-                    again, self._offered_again = self._offered_again, False
-                    self._offered, self._waiting = (task[:2], task) if again else (None, None)
-                self._changed.notify_all()
-
-    def _try_to_write(self, fence: Fence, position: Position, make_parts: MakeParts) -> bool:
-        try:
-            self._write(fence, position, make_parts)
-            return True
-        except ElasticError as error:
-            self._failures += 1
-            level = logging.WARNING if self._failures == 1 else logging.DEBUG
-            log.log(level, "checkpoint at %s not written: %s", format_position(position), error)
-        except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
-            log.exception("checkpoint at %s not written", format_position(position))
-        return False
-
-    def _write(self, fence: Fence, position: Position, make_parts: MakeParts) -> None:
-        try:
-            written = self._store.write(fence, position, make_parts())
-        except StoreFull as error:
-            self._report(None)
-            raise StoreFull(
-                f"{error} The driver deletes the oldest checkpoint to make room, but never the newest."
-            ) from error
-        self._report(written)
-        if self._failures:
-            log.warning("checkpoints are written again, after %d that failed.", self._failures)
-            self._failures = 0
-
-
 @dataclass(frozen=True)
 class CheckpointPolicy:
     """When a checkpoint is due: after so many steps or seconds, whichever comes first."""
@@ -319,18 +220,35 @@ class SnapshotReader:
         self._cached = None
 
 
+Report = Callable[[Checkpoint | None], object]
+"""Passes a written checkpoint to the driver, which publishes it unless it is too late; None: the store has no room."""
+
+
 class Checkpointer:
-    """Writes snapshots of one training process, on rank 0 alone, as checkpoints. Training thread only.
+    """Writes snapshots of one training process, on rank 0 alone, as checkpoints. The training thread calls it.
 
     A snapshot that `build_pending` has built waits until its step is final (R1, finalized steps): from then on the step
-    is part of the history of every survivor, and `write_pending` passes the snapshot to the writer's thread."""
+    is part of the history of every survivor, and `write_pending` offers the snapshot to a thread that writes it. One
+    checkpoint is in flight at a time, and a newer one replaces one that still waits. A store that fails costs that
+    checkpoint, never the training; of a row of failures only the first is a warning."""
 
-    def __init__(self, store: Store, due: CheckpointPolicy, clock: Clock, codec: Codec, tell: Report) -> None:
+    def __init__(
+        self, store: Store, due: CheckpointPolicy, clock: Clock, codec: Codec, report: Report
+    ) -> None:
+        """report: called in the thread."""
         self.stall_seconds = 0.0  # for which checkpoints have held up the training thread
         self._due, self._clock, self._codec = due, clock, codec
+        self._store, self._report = CheckpointStore(store, due.run_id), report
         self._last, self._steps = clock.now(), 0  # when the last checkpoint was due, and steps since then
-        self._writer = CheckpointWriter(CheckpointStore(store, due.run_id), tell)
         self._pending: Snapshot | None = None  # a snapshot whose step is not finalized yet
+        self._changed = threading.Condition()  # guards the five fields below
+        self._waiting: tuple[Fence, Snapshot] | None = None  # the checkpoint to write next
+        self._offered: tuple[Fence, Position] | None = None  # the last one; None: it failed, or there is none
+        # Whether it was offered again while it was not known to fail: at the end of a job nothing offers it once more.
+        self._offered_again = False
+        self._writing = self._closing = False
+        self._thread: threading.Thread | None = None  # `offer` starts it
+        self._failures = 0  # since the last checkpoint that was written; the thread's own
 
     def count_step(self) -> bool:
         """Count a step. True if a checkpoint is due; the counts then begin again."""
@@ -365,16 +283,230 @@ class Checkpointer:
         self._pending = None
 
     def offer(self, fence: Fence, snapshot: Snapshot) -> None:
-        """Pass a snapshot, which must not change any more, to the writer's thread: see `CheckpointWriter.offer`."""
-        self._writer.offer(
-            fence,
-            snapshot.position,
-            lambda: {VALUES: self._codec.dumps(snapshot.values), MEMORY: snapshot.memory.tobytes()},
-        )
+        """Have the thread write a snapshot, which must not change any more, unless one of that position was offered
+        before and does not fail. Returns at once."""
+        place = fence, snapshot.position
+        with self._changed:
+            self._offered_again = self._offered == place
+            if self._offered_again:
+                return
+            self._offered, self._waiting = place, (fence, snapshot)
+            self._changed.notify_all()
+        if self._thread is None:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name="spark-elastic-checkpoints", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The process has as many threads as it may: the next checkpoint tries again
+            log.warning("checkpoint not written: %s", error)
+            with self._changed:
+                self._offered = self._waiting = None
+            return
+        self._thread = thread
 
     def flush(self) -> None:
-        """Wait until everything offered was written or has failed. Called where all ranks stop for good."""
-        self._writer.flush()
+        """Wait until everything offered is written and reported or has failed, up to FLUSH_TIMEOUT for a slow store.
+        Called where all ranks stop for good."""
+        for number in range(1, int(FLUSH_TIMEOUT / WARN_INTERVAL) + 1):
+            with self._changed:
+                if self._changed.wait_for(lambda: self._waiting is None and not self._writing, WARN_INTERVAL):
+                    return
+            log.warning("the last checkpoint is still being written, after %g s.", number * WARN_INTERVAL)
+        log.error("the last checkpoint is given up: the store does not answer; the one before it stays.")
 
     def close(self) -> None:
-        self._writer.close()
+        """Write the checkpoint that waits, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._waiting is not None)
+                task, self._waiting = self._waiting, None
+                self._writing = task is not None
+            if task is None:
+                return
+            fence, snapshot = task
+            succeeded = self._try_to_write(fence, snapshot)
+            with self._changed:
+                self._writing = False
+                if not succeeded and self._offered == (fence, snapshot.position):  # so none waits
+                    again, self._offered_again = self._offered_again, False
+                    self._offered, self._waiting = (self._offered, task) if again else (None, None)
+                self._changed.notify_all()
+
+    def _try_to_write(self, fence: Fence, snapshot: Snapshot) -> bool:
+        where = format_position(snapshot.position)
+        try:
+            self._write(fence, snapshot)
+            return True
+        except ElasticError as error:
+            self._failures += 1
+            level = logging.WARNING if self._failures == 1 else logging.DEBUG
+            log.log(level, "checkpoint at %s not written: %s", where, error)
+        except Exception:  # raised by whatever made the bytes; the next checkpoint may succeed
+            log.exception("checkpoint at %s not written", where)
+        return False
+
+    def _write(self, fence: Fence, snapshot: Snapshot) -> None:
+        parts = {VALUES: self._codec.dumps(snapshot.values), MEMORY: snapshot.memory.tobytes()}
+        try:
+            written = self._store.write(fence, snapshot.position, parts)
+        except StoreFull as error:
+            self._report(None)
+            raise StoreFull(
+                f"{error} The driver deletes the oldest checkpoint to make room, but never the newest."
+            ) from error
+        self._report(written)
+        if self._failures:
+            log.warning("checkpoints are written again, after %d that failed.", self._failures)
+            self._failures = 0
+
+
+# ---- the driver that owns a run
+
+MAX_TRIES = 100  # drivers that may open the run at the same moment
+_ATTEMPT = re.compile("[0-9]{6,18}")
+_COMMIT_KEY = re.compile(rb"[0-9a-f]{64}")
+
+CheckpointList: TypeAlias = tuple[Checkpoint, ...]
+
+
+class OwnedRun:
+    """A run, as its driver uses it until another driver takes the run over. Any thread.
+
+    Each driver that opens a run takes the next attempt, by creating an object in the store that only one driver can
+    create. The highest attempt owns the run (R10, fence). A driver that finds a higher one publishes nothing more."""
+
+    def __init__(self, store: Store, run_id: str, attempt: int, checkpoints: CheckpointList) -> None:
+        """checkpoints: those that are published when the driver opens the run, newest first."""
+        self.store, self.run_id, self.attempt, self.checkpoints = store, run_id, attempt, checkpoints
+        self._checkpoint_store = CheckpointStore(store, run_id)
+
+    @classmethod
+    def acquire(cls, store: Store, run_id: str) -> OwnedRun:
+        """Take the run's next attempt, which ends the earlier ones, and remove what those left half written."""
+        attempt = acquire_attempt(store, run_id)
+        run = cls(store, run_id, attempt, CheckpointStore(store, run_id).read_published())
+        run.remove_partial()
+        return run
+
+    def check(self) -> None:
+        """Raises JobCancelled if another driver owns the run, or the run was removed from the store."""
+        owner = find_highest_attempt(self.store, self.run_id)
+        if owner < self.attempt:
+            raise JobCancelled(
+                f"run {self.run_id!r} was removed from the store {self.store.url} while this driver trained it: its "
+                f"attempt {self.attempt} is not there any more"
+            )
+        if owner != self.attempt:
+            who = f"{describe_owner(self.store, self.run_id, owner)}; this one is attempt {self.attempt}"
+            raise JobCancelled(f"run {self.run_id!r} {TAKEN_OVER} ({who})")
+
+    @property
+    def commit_key_name(self) -> str:
+        return f"runs/{self.run_id}/commit-key"
+
+    def load_commit_key(self) -> bytes:
+        """The run's key, with which its hosts keep commits: R23 (kept commits). The first to want it makes it."""
+        name = self.commit_key_name
+        self.store.create_exclusive(name, secrets.token_hex(32).encode())
+        if not _COMMIT_KEY.fullmatch(self.store.read_bytes(name)):
+            # Where a mount has no links, a power cut leaves a part of it, which anybody could guess
+            self.store.write_bytes(name, secrets.token_hex(32).encode())
+        return bytes.fromhex(self.store.read_bytes(name).decode())
+
+    def delete_objects(self, *names: str) -> None:
+        """Delete objects that the run no longer needs, in this order ("": none), while this driver owns the run. If the
+        store fails to delete one, it stays with all that follow, and a warning names them."""
+        for number, name in enumerate(names):
+            try:
+                if find_highest_attempt(self.store, self.run_id) != self.attempt:
+                    return
+                if name:
+                    self.store.remove_tree(name)
+            except StoreError as error:
+                log.warning("%s Remove %s by hand.", error, " and ".join(filter(None, names[number:])))
+                return
+
+    def remove_partial(self) -> None:
+        """Delete files of the run whose writers were killed. No process may write to the run meanwhile."""
+        self.delete_objects(*(each.name for each in self.store.find_partial(f"runs/{self.run_id}")))
+
+    def delete_run(self, *names: str) -> None:
+        """Delete a run that cannot be resumed: its record first, since one that names rows that are gone could not be
+        resumed either, then `names`, then its attempts."""
+        own = self.commit_key_name, get_attempts_folder(self.run_id)
+        self.delete_objects(f"runs/{self.run_id}/run.json", *names, *own)
+        self.store.remove_empty_folder(f"runs/{self.run_id}")
+
+    def mark_ended(self) -> None:
+        """Record that this attempt's job has succeeded: the run counts as unfinished no more, until a later attempt."""
+        try:
+            if find_highest_attempt(self.store, self.run_id) == self.attempt:
+                self.store.write_bytes(f"{get_attempts_folder(self.run_id)}/{self.attempt:06d}{ENDED}", b"{}")
+        except StoreError as error:
+            log.warning("%s The run counts as unfinished.", error)
+
+    def publish_now(self, checkpoints: CheckpointList) -> None:
+        """Publish the list, then delete the checkpoints that it does not name. Blocks. Raises as `check`."""
+        self.check()
+        try:
+            self._checkpoint_store.publish(self.attempt, checkpoints)
+        except StoreFull:
+            # Not even the list has room before a checkpoint is deleted. One that is on both lists must stay.
+            if not set(checkpoints) & set(self._checkpoint_store.read_published()):
+                raise
+            self._checkpoint_store.sweep(self.attempt, checkpoints)
+            self._checkpoint_store.publish(self.attempt, checkpoints)
+        self.check()  # a driver that took the run over meanwhile may resume from a checkpoint that `sweep` deletes
+        self._checkpoint_store.sweep(self.attempt, checkpoints)
+
+
+def check_name(run_id: object) -> str:
+    """The name of a run. Raises InvalidInput if `run_id` cannot be one."""
+    if not isinstance(run_id, str) or run_id in ("", ".", "..") or "/" in run_id:
+        raise InvalidInput(f"run_id must be a name without slashes, other than '.' and '..'; got {run_id!r}.")
+    return run_id
+
+
+def acquire_attempt(store: Store, run_id: str) -> int:
+    """Create the next attempt of a run and return its number."""
+    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+    # A power cut may have cost the entry of an attempt, and not the checkpoints of it: those that a lower attempt then
+    # writes, or another one's lists, would count for nothing.
+    checkpoints = CheckpointStore(store, run_id).find_highest_attempt()
+    attempt = max(find_highest_attempt(store, run_id), checkpoints)
+    for _ in range(MAX_TRIES):
+        attempt += 1
+        if store.create_exclusive(f"{get_attempts_folder(run_id)}/{attempt:06d}", content):
+            return attempt
+    raise StoreError(f"Run {run_id!r}: {MAX_TRIES} other drivers opened it at the same moment; try again.")
+
+
+def find_highest_attempt(store: Store, run_id: str) -> int:
+    """The attempt that owns the run; 0 if no driver has opened it."""
+    names = [name.rpartition("/")[2] for name in store.list(get_attempts_folder(run_id))]
+    return max((int(name) for name in names if _ATTEMPT.fullmatch(name)), default=0)
+
+
+def describe_owner(store: Store, run_id: str, attempt: int) -> str:
+    """The attempt with the process and host of its driver, for messages."""
+    try:
+        driver = json.loads(store.read_bytes(f"{get_attempts_folder(run_id)}/{attempt:06d}"))
+        return f"attempt {attempt}, process {driver['pid']} on {driver['host']}"
+    except (StoreError, ValueError, TypeError, KeyError):
+        return f"attempt {attempt}"
+
+
+def get_attempts_folder(run_id: str) -> str:
+    return f"runs/{run_id}/attempts"

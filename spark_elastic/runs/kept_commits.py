@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import inspect
-import json
 import logging
 import mmap
 import os
@@ -25,18 +24,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from spark_elastic.errors import StoreError
-from spark_elastic.protocol.types import KEPT, START, Checkpoint, Fence, Phase, Position
+from spark_elastic.protocol.types import KEPT, START, Checkpoint, Fence, Position
+from spark_elastic.rendezvous import codec
 from spark_elastic.runs import keeper
 from spark_elastic.runs.snapshot import Bytes, Snapshot, pickle_value
 
 log = logging.getLogger("spark_elastic.state")
 
-VERSION = 1  # of the layout of a kept commit
+VERSION = 2  # of the layout of a kept commit
 HEADER = 4096  # bytes of the header at most
 ARRAYS = 1 << 16  # where the arrays begin: a multiple of every page size
 SHARE = 0.5  # of the host's free memory, that the two memories of a process take at most
@@ -130,17 +131,10 @@ class CommitKeeper:
             self.kept.drop(self._attempt)
 
     def _write(self, segment: _Segment, snapshot: Snapshot, fence: Fence) -> None:
-        values, position = pickle_value(snapshot.values), snapshot.position
-        header = json.dumps(
-            {
-                "version": VERSION,
-                "fence": [fence.attempt, fence.generation],
-                "position": [position.epoch, position.phase.value, position.step],
-                "arrays": [snapshot.memory.nbytes, _sum(snapshot.memory)],
-                "values": [len(values), hashlib.sha256(values).hexdigest()],
-            }
-        ).encode()
-        os.pwrite(segment.fd, values, ARRAYS + max(1, snapshot.memory.nbytes))
+        values, memory = pickle_value(snapshot.values), snapshot.memory
+        sums = _sum(memory), hashlib.sha256(values).hexdigest()
+        header = codec.dumps(_Header(VERSION, fence, snapshot.position, memory.nbytes, len(values), *sums))
+        os.pwrite(segment.fd, values, ARRAYS + max(1, memory.nbytes))
         os.pwrite(segment.fd, _sign(self._key, header) + b"\n" + header + b"\n", 0)
 
     def close(self) -> None:
@@ -236,16 +230,17 @@ class KeptCommits:
                 os.close(descriptor)
 
 
+@dataclass(frozen=True)
 class _Header:
     """What a kept commit is, as its header says."""
 
-    def __init__(self, text: bytes) -> None:
-        fields = json.loads(text)
-        epoch, phase, step = fields["position"]
-        self.is_known = fields["version"] == VERSION
-        self.fence, self.position = Fence(*fields["fence"]), Position(epoch, Phase(phase), step)
-        self._nbytes, self._sum = fields["arrays"]
-        self._values_bytes, self._values_digest = fields["values"]
+    version: int  # of the layout
+    fence: Fence  # of the world that made it
+    position: Position  # of its state
+    nbytes: int  # of its arrays
+    values_bytes: int  # of its values, pickled
+    sum: int  # checksum of the arrays
+    digest: str  # of the pickled values
 
     @classmethod
     def read_from(cls, descriptor: int, key: bytes) -> _Header | None:
@@ -253,24 +248,24 @@ class _Header:
         signature, text, _ = (os.pread(descriptor, HEADER, 0) + b"\n\n").split(b"\n", 2)
         if not hmac.compare_digest(signature, _sign(key, text)):
             return None
-        header = cls(text)
-        return header if header.is_known else None
+        fields = codec.loads(text)
+        return codec.read(cls, fields) if fields["version"] == VERSION else None
 
     def describe(self, name: str) -> Checkpoint:
         return Checkpoint(self.fence, self.position, f"{KEPT}{name}", "")
 
     def read(self, descriptor: int) -> Snapshot | None:
         """The commit; None: it is not what was kept."""
-        memory: Bytes = np.empty(self._nbytes, np.uint8)
-        read = os.preadv(descriptor, [memory.data], ARRAYS) if self._nbytes else 0
+        memory: Bytes = np.empty(self.nbytes, np.uint8)
+        read = os.preadv(descriptor, [memory.data], ARRAYS) if self.nbytes else 0
         more = read
-        while more and read < self._nbytes:
+        while more and read < self.nbytes:
             more = os.preadv(descriptor, [memory.data[read:]], ARRAYS + read)
             read += more
-        values = os.pread(descriptor, self._values_bytes, ARRAYS + max(1, self._nbytes))
-        if read < self._nbytes or _sum(memory) != self._sum:
+        values = os.pread(descriptor, self.values_bytes, ARRAYS + max(1, self.nbytes))
+        if read < self.nbytes or _sum(memory) != self.sum:
             return None
-        if hashlib.sha256(values).hexdigest() != self._values_digest:
+        if hashlib.sha256(values).hexdigest() != self.digest:
             return None
         return Snapshot(self.position, pickle.loads(values), memory)
 

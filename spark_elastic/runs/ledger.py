@@ -36,22 +36,19 @@ class Ledger:
 
     def write_ahead(self, fence: tuple[int, int], position: Position, row_ids: npt.NDArray[np.int64]) -> None:
         if self._folder is not None:
-            self._write("contributes", fence, position, rows=row_ids.tolist())
+            self.mark("contributes", fence, position, rows=row_ids.tolist())
             self._flush()
 
     def record_applied(self, fence: tuple[int, int], position: Position, world_size: int) -> None:
-        self._write("applied", fence, position, world=world_size)
-
-    def mark(self, event: str, fence: tuple[int, int], position: Position) -> None:
-        """Record the time of a phase of a recovery: formed, synced, runs, read, broke."""
-        self._write(event, fence, position)
+        self.mark("applied", fence, position, world=world_size)
 
     def close(self) -> None:
         self._flush()
         if self._file is not None:
             self._file.close()
 
-    def _write(self, event: str, fence: tuple[int, int], position: Position, **more: object) -> None:
+    def mark(self, event: str, fence: tuple[int, int], position: Position, **more: object) -> None:
+        """Record a step's event, or the time of a phase of a recovery: formed, synced, runs, read, broke."""
         if self._folder is None:
             return
         line = {

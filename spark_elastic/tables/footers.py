@@ -150,11 +150,7 @@ class FileFooter:
 
     def _find_by_id(self, ids: Mapping[str, int]) -> dict[str, str]:
         """Column -> its name in the file, by the ids in the file's schema, or else by the table's mapping of names."""
-        names: dict[int, str] = {}
-        for each in self.schema if ids else ():
-            number = (each.metadata or {}).get(b"PARQUET:field_id")
-            if number is not None:
-                names[int(number)] = each.name
+        names = find_field_names(self.schema) if ids else {}
         # A column that came after the file is not in it, even if an older one had its name.
         found = {name: names.get(number, f"(no field {number})") for name, number in ids.items()}
         if names:
@@ -343,6 +339,12 @@ def _read_range(statistics: Any, kind: pa.DataType) -> tuple[Any, Any]:
         return None, None
     # Writers that count NaN among the values leave no bounds of the others.
     return (low, high) if low == low and high == high else (None, None)
+
+
+def find_field_names(schema: pa.Schema) -> dict[int, str]:
+    """Id of a field in the file's schema -> its name."""
+    fields = ((each.name, (each.metadata or {}).get(b"PARQUET:field_id")) for each in schema)
+    return {int(number): name for name, number in fields if number is not None}
 
 
 def count_elements(values: pa.Array) -> Int64s:

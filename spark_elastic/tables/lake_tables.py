@@ -29,7 +29,7 @@ from spark_elastic.data.store import ObjectInfo, Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.tables.catalogs import CatalogTable, to_delta_options
 from spark_elastic.tables.existing_parquet import Place, move_root, open_common
-from spark_elastic.tables.footers import NO_VALUE, THREADS, DataFile, Int64s
+from spark_elastic.tables.footers import NO_VALUE, THREADS, DataFile, Int64s, find_field_names
 from spark_elastic.tables.predicate import Mask
 
 Version = int | str | datetime
@@ -288,7 +288,6 @@ def _find_snapshot(table: Any, version: int | datetime | None) -> Any:
     return found
 
 
-_FIELD_ID = b"PARQUET:field_id"
 T = TypeVar("T")
 Partition = tuple[int, tuple[Any, ...]] | None
 """The number of a partition spec and the values of a partition; None: the whole table."""
@@ -381,7 +380,7 @@ class DeletedRows:
         ids = tuple(sorted(file.equality_ids))
         with self._open(file, "PARQUET") as source:
             parquet = open_parquet(source)
-            names = _find_names(parquet)
+            names = find_field_names(parquet.schema_arrow)
             if not names.keys() >= set(ids):
                 raise InvalidInput(
                     f"{file.file_path} deletes rows by fields of structs, which cannot be compared: rewrite the "
@@ -416,17 +415,12 @@ def _read_puffin(content: bytes) -> Iterator[tuple[str, Int64s]]:
         yield path, positions.to_numpy()
 
 
-def _find_names(parquet: pq.ParquetFile) -> dict[int, str]:
-    fields = ((each.name, (each.metadata or {}).get(_FIELD_ID)) for each in parquet.schema_arrow)
-    return {int(number): name for name, number in fields if number is not None}
-
-
 def _read_fields(store: Store, file: DataFile, ids: Iterable[int], schema: pa.Schema) -> pa.Table:
     """Columns of a data file, which have the ids of their fields for names. schema: what they are compared with."""
     known = {number: name for name, number in file.field_ids.items()}
     with store.open_read(file.info.name) as source:
         parquet = open_parquet(source)
-        in_file = _find_names(parquet)
+        in_file = find_field_names(parquet.schema_arrow)
         if not in_file:  # of a table that came from Hive
             mapped = file.find_mapped_names(parquet.schema_arrow.names)
             in_file = {file.field_ids[column]: name for column, name in mapped.items()}

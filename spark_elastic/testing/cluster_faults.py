@@ -20,6 +20,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.torch.callbacks import Callback, Training
+from spark_elastic.worker.entry import shut_down_connections
 
 FaultKind = Literal["kill worker", "kill slot", "kill executor", "stop", "cut", "slow", "drain"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
@@ -113,7 +114,7 @@ class ClusterFaults:
                 subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
                 os.kill(target, signal.SIGSTOP)
             case "cut":
-                _break_connections()
+                shut_down_connections(socket.AF_INET, socket.AF_INET6)
             case "slow":
                 self._slow = self._clock.now() + fault.seconds, fault.pause
             case "drain":
@@ -137,21 +138,6 @@ def _find_target(kind: FaultKind) -> int:
         f"'{kind}' needs executors in processes of their own, and this worker is below none: use a cluster, or "
         'master("local-cluster[3,1,1024]"), or one of the other kinds.'
     )
-
-
-def _break_connections() -> None:
-    """Shut down every connected TCP socket of this process; both ends notice at once."""
-    for entry in list(Path("/proc/self/fd").iterdir()):
-        if not entry.is_socket():
-            continue
-        connection = socket.socket(fileno=os.dup(int(entry.name)))
-        with connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                try:
-                    connection.getpeername()  # a listening socket has none, and must not be shut down
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue  # not connected
 
 
 class FaultCallback(Callback):

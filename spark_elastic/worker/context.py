@@ -147,7 +147,7 @@ class GroupContext(Scope):
     def __init__(self) -> None:
         super().__init__()
         # Calls the group's collectives beside the main thread, in the same order on all ranks. The main thread calls
-        # collectives after `wait_until_idle`, or through `collective_thread.drain_and_call`.
+        # collectives after `collective_thread.drain`, or through `drain_and_call`.
         self.collective_thread = CollectiveThread()
         self.position: Position | None = None  # the step that is being taken
         self._agreed_version: MembershipVersion | None = None
@@ -184,10 +184,6 @@ class GroupContext(Scope):
         """The version last agreed on, the same on every rank; None if no exchange followed the last call."""
         version, self._agreed_version = self._agreed_version, None
         return version
-
-    def wait_until_idle(self) -> None:
-        """Wait until the `CollectiveThread` is idle, before the main thread calls a collective."""
-        self.collective_thread.drain()
 
 
 class WaitRecorder:

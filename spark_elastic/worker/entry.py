@@ -34,7 +34,7 @@ from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
-from spark_elastic.worker.imports import FOLLOWERS, import_early, import_followers
+from spark_elastic.worker.imports import import_early, import_followers
 from spark_elastic.worker.loop import BeginAgain, DriverWatch, GroupConnector, WorkerLoop
 from spark_elastic.worker.program import (
     Program,
@@ -101,8 +101,7 @@ def main(fds: ChildFds | None = None) -> int:
     spec = header.spec
     own = vars(codec.from_line(Activation, activation))
     me = WorkerIdentity.of_slot(header.identity, ports=spec.worker_port_range, **own)
-    pipe = (_detach_stdin(),)
-    threading.Thread(target=_exit_with_slot, args=pipe, name="spark-elastic-parent", daemon=True).start()
+    exit_with_stdin()
     if me.host_pid:
         host = (me.host_pid,)
         threading.Thread(target=exit_with_process, args=host, name="spark-elastic-host", daemon=True).start()
@@ -156,7 +155,6 @@ def _load_program(payload: bytes, header: Header) -> tuple[Program | None, tuple
             context.files = header.identity.files
             if spec.commit_key is not None:
                 context.commit_keeper = CommitKeeper(spec.commit_key, spec.attempt, spec.orphan_timeout)
-            sys.modules.pop(FOLLOWERS["pyspark"], None)  # the fork server imported it without these files
             program: Program = cloudpickle.loads(payload)
             os.environ.update(getattr(program, "environment", {}))  # before preloaded modules read it
             _log_to_stderr(operations_from_env().log_level)
@@ -211,20 +209,25 @@ def find_tls_problem() -> str | None:
     return None
 
 
-def _detach_stdin() -> int:
-    """Returns a descriptor of the pipe from the slot; standard input is empty from now on. Else a process that
-    `multiprocessing` forks, which first closes `sys.stdin`, would wait for the lock of who reads from there."""
+def exit_with_stdin() -> None:
+    """End this process once the pipe on its standard input ends, with who has started it. Standard input itself is
+    empty from now on. Else a process that `multiprocessing` forks, which first closes `sys.stdin`, would wait for the
+    lock of who reads from there."""
     pipe = os.dup(0)
+    empty_stdin()
+
+    def wait() -> None:
+        while os.read(pipe, 1024):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="spark-elastic-parent", daemon=True).start()
+
+
+def empty_stdin() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    return pipe
-
-
-def _exit_with_slot(pipe: int) -> None:
-    while os.read(pipe, 1024):
-        pass
-    os._exit(1)
 
 
 def exit_with_process(pid: int) -> None:
@@ -237,12 +240,17 @@ def exit_with_process(pid: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # as the executor was: a loss, and no exit code of the program's
 
 
-def shut_down_connections() -> None:
+def shut_down_connections(*families: socket.AddressFamily) -> None:
+    """Break the connections of this process, of these families or all; both ends notice at once."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # it listens, has no peer, or was closed meanwhile
+        with suppress(
+            OSError
+        ):  # it was closed meanwhile, or has no peer: one that listens must not be shut down
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    if not families or connection.family in families:
+                        connection.getpeername()
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def run(fds: ChildFds | None = None) -> NoReturn:

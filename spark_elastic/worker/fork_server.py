@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 import warnings
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,12 +47,9 @@ class _InForkedProcess(BaseException):
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Request(AbstractContextManager["_Request"]):
     descriptors: tuple[int, ...]  # standard input and output of the new process, then its `ChildFds`
     reply: socket.socket  # to the slot, which cancels the request by closing its end
-
-    def __enter__(self) -> _Request:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.reply.close()
@@ -72,11 +69,10 @@ def main() -> None:
 def _detach_streams() -> socket.socket:
     """The slot's socket. The output of imports goes to a memory file; each forked process prints it again."""
     slot = socket.socket(fileno=_move_up(0))
-    null, output = os.open(os.devnull, os.O_RDONLY), os.memfd_create("elastic-output")
-    os.dup2(null, 0)
+    entry.empty_stdin()
+    output = os.memfd_create("elastic-output")
     for stream in (1, 2):
         os.dup2(output, stream)
-    os.close(null)
     os.close(output)
     return slot
 

@@ -28,7 +28,7 @@ from types import ModuleType
 RANKS = "spark_elastic.integrations.ranks_of_others"
 FOLLOWERS = {
     "torch": "spark_elastic.integrations.torch_distributed",
-    "pyspark": "spark_elastic.clusters.spark.added_files",
+    "pyspark": "spark_elastic.clusters.spark",
     "accelerate.state": RANKS,
     "lightning.pytorch.strategies.parallel": RANKS,
     "pytorch_lightning.strategies.parallel": RANKS,

@@ -32,7 +32,6 @@ from spark_elastic.protocol.types import (
     INITIAL_VERSION,
     Checkpoint,
     Fence,
-    MembershipVersion,
     Position,
     WorkerId,
     WorkerIdentity,
@@ -129,8 +128,8 @@ class WorkerLoop:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()  # owns _state, _group, _aborted_fence
         self._applied: on.Applied | None = None  # the machine learns of it with the next event
-        state, _ = worker_machine.initial(self.identity.worker)
-        self._state = replace(state, fence=self.identity.left, position=self.identity.position)
+        me = self.identity
+        self._state = worker_machine.WorkerState(me.worker, fence=me.left, position=me.position)
         self._group: Group | None = None
         self._world: WorldView | None = None
         self._addresses: tuple[str, ...] = ()  # of the members of the newest world, if the driver gave them
@@ -406,14 +405,9 @@ class DriverWatch:
     slot_answered_at: Callable[[], float] = lambda: 0.0  # when the driver last answered the worker's slot
 
     def __post_init__(self) -> None:
-        self._version = INITIAL_VERSION
+        self.version = INITIAL_VERSION  # the newest that this worker knows; any thread may read it
         self._latest: Mapping[str, Any] | None = None  # metrics that were not sent yet
         self._closing = threading.Event()
-
-    @property
-    def version(self) -> MembershipVersion:
-        """The newest membership version that this worker knows. Any thread."""
-        return self._version
 
     def start(self, handle_event: Callable[[on.WorkerEvent], int | None]) -> None:
         """handle_event: that of the worker's loop; returns an exit code if the worker has to end."""
@@ -436,14 +430,14 @@ class DriverWatch:
             try:
                 # Asks by what it received last, not by the world that the worker is in. So it does not miss the end of
                 # a world that begins while the request is open.
-                request = WatchWorker(self.worker, ended_fence, self._version)
+                request = WatchWorker(self.worker, ended_fence, self.version)
                 watched = self.driver.ask(request, MAX_POLL_SECONDS, max(0.0, left))
             except Exception:  # also a lack of descriptors or memory, which may pass
                 self._closing.wait(min(RETRY_EVERY, max(RETRY_AT_LEAST, left)))
                 continue
             now = self.clock.now()
-            if watched.version > self._version:
-                self._version = watched.version
+            if watched.version > self.version:
+                self.version = watched.version
                 notification_manager.handle_hosts_updated(self.clock.wall(), watched.version.update)
             if watched.ended_fence is not None and watched.ended_fence != ended_fence:
                 ended_fence = watched.ended_fence

@@ -81,7 +81,7 @@ class StackSampler(WaitRecorder):
         self._main = threading.get_ident()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spark-elastic-stacks", daemon=True)
-        self._set(-clock.now())
+        self.set_waiting(-1)
         faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=False)
 
     def start(self) -> None:
@@ -96,17 +96,15 @@ class StackSampler(WaitRecorder):
 
     @contextmanager
     def record_wait(self) -> Iterator[None]:
-        self.begin_waiting()
+        self.set_waiting(1)
         try:
             yield
         finally:
-            self.end_waiting()
+            self.set_waiting(-1)
 
-    def begin_waiting(self) -> None:
-        self._set(self._clock.now())
-
-    def end_waiting(self) -> None:
-        self._set(-self._clock.now())
+    def set_waiting(self, sign: int) -> None:
+        """1: it waits from now on; -1: it works."""
+        _NUMBER.pack_into(self._number, 0, sign * self._clock.now())
 
     def driver_seen_at(self) -> float:
         """When the driver last answered a heartbeat, which no long poll delays; 0: never. R12 (driver silence)."""
@@ -118,9 +116,6 @@ class StackSampler(WaitRecorder):
 
     def write_activation(self, line: bytes) -> None:
         self._number[_ACTIVATION : _ACTIVATION + len(line)] = line
-
-    def _set(self, number: float) -> None:
-        _NUMBER.pack_into(self._number, 0, number)
 
     def _run(self) -> None:
         while True:
@@ -170,11 +165,11 @@ class _WatchedGroup:
         sampler = self._sampler
 
         def call(*arguments: Any, **named: Any) -> Any:
-            sampler.begin_waiting()
+            sampler.set_waiting(1)
             try:
                 return collective(*arguments, **named)
             finally:
-                sampler.end_waiting()
+                sampler.set_waiting(-1)
 
         return call
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,15 +18,16 @@ import psutil
 
 from spark_elastic.testing.fakes import ProcessLauncher
 
-FOLDER = "ELASTIC_TEST_FAULTS"
+# A link to the folder, where faults are planned. Slots hand it down.
+LINK = os.environ.setdefault("ELASTIC_TEST_FAULTS", f"{tempfile.gettempdir()}/planned-faults-{os.getpid()}")
 STEP = 8  # of an epoch, before which faults are injected
 LOOK_EVERY = 0.02  # seconds
 
 
 def await_fault(epoch: int, step: int, validates: bool = False) -> None:
     """Wait for a fault at the beginning of a step, or of a step of the validation after the epoch."""
-    if FOLDER in os.environ and (validates or step == STEP):
-        to_come = Path(os.environ[FOLDER], f"validation {epoch}" if validates else f"epoch {epoch}")
+    if validates or step == STEP:
+        to_come = Path(LINK, f"validation {epoch}" if validates else f"epoch {epoch}")
         while to_come.exists():
             to_come.with_suffix(".reached").touch()
             time.sleep(LOOK_EVERY)
@@ -57,16 +59,35 @@ def inject_faults(folder: Path, acts: Mapping[str, Callable[[], object]]) -> Ite
 
     failures: list[BaseException] = []
     thread = threading.Thread(target=play, name="faults")
-    os.environ[FOLDER] = str(folder)  # slots hand it down
+    os.symlink(folder, LINK)
     thread.start()
     try:
         yield
     finally:
-        del os.environ[FOLDER]
+        os.unlink(LINK)
         over.set()
         thread.join()
     for failure in failures:
         raise failure
+
+
+def list_workers(cluster: ProcessLauncher) -> list[psutil.Process]:
+    """The training process of each living slot, in the order of the slots' numbers."""
+    return [worker for _, slot in sorted(cluster.slots().items()) for worker in find_worker(slot)]
+
+
+def find_worker(slot: int) -> list[psutil.Process]:
+    """The training process of a slot's process, if there is one; its spare is younger."""
+    workers = [child for child in psutil.Process(slot).children() if is_training_process(child)]
+    return sorted(workers, key=lambda child: child.create_time())[:1]
+
+
+def is_training_process(child: psutil.Process) -> bool:
+    """A slot may have a fork server beside them."""
+    try:
+        return "spark_elastic.worker.entry" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill(cluster: ProcessLauncher, job: int) -> None:

@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.clusters.coordinator import CLIENT, COORDINATOR, Coordinator, CoordinatorClient
+from spark_elastic.clusters.coordinator import CLIENT, COORDINATOR, ChannelEnd, Coordinator, CoordinatorClient
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler, JobQueue
@@ -21,7 +21,6 @@ from spark_elastic.driver.job import LaunchResult
 from spark_elastic.errors import CoordinatorLost
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits, SlotSpec
-from spark_elastic.runs.store_channel import ChannelEnd
 from spark_elastic.testing import CountingProgram, ProcessLauncher
 from tests.component.worker.moments import ActListener, HeldProgram
 
@@ -31,8 +30,8 @@ KEY = b"k" * 32
 SILENT_AFTER = 1.2  # seconds, in place of eight
 PROGRAM = f"""
 import cloudpickle, sys
-from spark_elastic.runs import store_channel
-store_channel.SEND_EVERY, store_channel.SILENT_AFTER, store_channel.POLL_EVERY = 0.1, {SILENT_AFTER}, 0.05
+from spark_elastic.clusters import coordinator
+coordinator.SEND_EVERY, coordinator.SILENT_AFTER, coordinator.POLL_EVERY = 0.1, {SILENT_AFTER}, 0.05
 with open(sys.argv[1], "rb") as file:
     coordinator = cloudpickle.load(file)
 coordinator.run_driver("127.0.0.1") if sys.argv[2] == "0" else coordinator.wait_standby()

@@ -44,6 +44,7 @@ from spark_elastic.data.plan import DataPlan  # noqa: E402
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.torch import draw_rows  # noqa: E402
+from tests.component.torch.job import difference  # noqa: E402
 from tests.faults.killer import is_alive  # noqa: E402
 from tests.planned_rows import list_row_ids  # noqa: E402
 from tests.spark.cluster import (  # noqa: E402
@@ -245,12 +246,6 @@ def train_plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Te
                 torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
             optimizer.step()
     return model.state_dict()
-
-
-def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """R9: the largest over all tensors of max|difference| / max|weight|."""
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in ours)
 
 
 def make_table(spark: Any, folder: str) -> None:

@@ -34,6 +34,7 @@ from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.monitoring.report import WorldChange, WorldChangeKind  # noqa: E402
 from spark_elastic.testing import ClusterFaults, InjectedFault  # noqa: E402
 from spark_elastic.training.torch.callbacks import Callback, Training  # noqa: E402
+from tests.component.torch.job import difference  # noqa: E402
 from tests.spark.cluster import StandaloneCluster, cluster_environment, start_session  # noqa: E402
 from tests.specification import STATES, check_journal  # noqa: E402
 
@@ -138,10 +139,6 @@ def table(spark: Any) -> Any:
     x = np.random.default_rng(3).normal(size=(ROWS, 16))
     rows = [(row.tolist(), float(np.abs(row).sum())) for row in x]
     return spark.createDataFrame(rows, "x array<double>, y double").repartition(WORKERS).cache()
-
-
-def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    return max(float((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()) for n in theirs)
 
 
 def count_lost_steps(change: WorldChange) -> int:

@@ -25,9 +25,8 @@ import torch
 
 import spark_elastic
 from spark_elastic.data.store import Store
-from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore, OwnedRun
 from spark_elastic.runs.kept_commits import KeptCommits
-from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.torch import progress
 from tests.component.torch import hand_written
 from tests.component.torch.hand_written import assert_exact

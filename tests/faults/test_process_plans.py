@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -21,6 +20,7 @@ from spark_elastic.data.store import Store
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.testing.fakes import ProcessLauncher
+from tests.component.injected_faults import find_worker
 from tests.component.torch.job import (
     PACE,
     ROWS,
@@ -101,7 +101,7 @@ class FaultPlayer:
         for job in victims:
             match kind:
                 case Kind.CHILD | Kind.TWO:
-                    for child in self._find_trainer(job):
+                    for child in find_worker(self.cluster.slots()[job]):
                         child.kill()
                 case Kind.SLOT | Kind.ALL_BUT_ONE:
                     self.cluster.kill(job)
@@ -116,14 +116,10 @@ class FaultPlayer:
             self._members -= set(victims)
             self._before = len(self.worlds)
 
-    def _find_trainer(self, job: int) -> list[psutil.Process]:
-        """The training process of a slot, if there is one; its spare is younger."""
-        assert self.cluster is not None
-        children = psutil.Process(self.cluster.slots()[job]).children()
-        return sorted(children, key=lambda each: each.create_time())[:1]
-
     def _stop(self, job: int, seconds: float) -> None:
-        self._timers += [stop_process(child, seconds) for child in self._find_trainer(job)]
+        assert self.cluster is not None
+        workers = find_worker(self.cluster.slots()[job])
+        self._timers += [stop_process(worker, seconds) for worker in workers]
 
 
 @pytest.fixture(scope="module")

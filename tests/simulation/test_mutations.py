@@ -18,7 +18,7 @@ from spark_elastic.protocol.messages import RequestNextWorld, WorkerDone
 from spark_elastic.protocol.types import Fence, Position, WorkerId, World
 from spark_elastic.protocol.worker_machine import StepResult, WorkerStage, WorkerState
 from spark_elastic.runs import checkpoint
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 from tests.simulator.fault_plan import (
     ALL_KILLED,
     CORRUPTED,

@@ -187,7 +187,7 @@ class SimWorker:
     def __init__(self, sim: Simulation, name: WorkerId, slot: SimSlot) -> None:
         self.sim, self.name, self.slot = sim, name, slot
         self.alive, self.stopped, self.connected = True, False, False
-        self.state, _ = worker_machine.initial(name)
+        self.state = worker_machine.WorkerState(name)
         self.weights = INITIAL_WEIGHTS
         self.version = INITIAL_VERSION  # the newest membership version that it received
         self.group: SimGroup | None = None

@@ -20,7 +20,7 @@ from spark_elastic.protocol import events as on
 from spark_elastic.protocol.driver.state import DriverState
 from spark_elastic.protocol.messages import DriverMessage, Heartbeat, RequestNextWorld, WorkerDone
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId, World
-from spark_elastic.runs.owned_run import CheckpointList, OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointList, OwnedRun
 from spark_elastic.testing import FakeClock
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import DriverInvariants, EventLog, Violation, stamp_event

@@ -19,8 +19,7 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import driver_machine, worker_machine
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId, WorkerId, World
-from spark_elastic.runs.checkpoint import CheckpointStore, format_checkpoint_name
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointStore, OwnedRun, format_checkpoint_name
 from tests.memory_store import make_memory_store
 from tests.simulator.fault_injection import FaultInjection
 from tests.simulator.fault_plan import DRIVER_TIMEOUT, Fault, FaultPlan, Moment

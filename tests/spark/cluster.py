@@ -142,6 +142,10 @@ class StandaloneCluster:
         children = [child for worker in self.workers for child in _children(worker.pid)]
         return [child.pid for child in children if EXECUTOR in " ".join(read_command(child))]
 
+    def busy_executors(self) -> list[int]:
+        """Those that train."""
+        return [pid for pid in self.executor_pids() if self.training_children(pid)]
+
     def kill_executor(self, pid: int) -> None:
         """SIGKILL to one executor's JVM, as the kernel does it when memory is short."""
         if pid not in self.executor_pids():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -44,31 +44,40 @@ class GatedNet(Net):
 
 
 class KillOneExecutor:
-    """Listens to a fit: kills an executor once the world is whole; opens the gate thereupon, or when it is so again."""
+    """Listens to a fit: kills an executor once the world is whole; opens the gate thereupon, or when it is so again.
+
+    first: what happens before, each time that the world is whole.
+    """
 
     def __init__(
-        self, cluster: StandaloneCluster, fault: Fault, workers: int, gate: Path, again: bool
+        self,
+        cluster: StandaloneCluster,
+        fault: Fault,
+        workers: int,
+        gate: Path,
+        again: bool,
+        first: Sequence[Callable[[], object]] = (),
     ) -> None:
         self._cluster = cluster
         self._fault = fault
         self._workers = workers
         self._gate = gate
         self._again = again
-        self._killer: Thread | None = None
-        self._missed = False
+        self._blows = [*first, self._kill]
+        self._due = True  # the world has not been whole since the last blow
 
     def __call__(self, numbers: Mapping[str, Any]) -> None:
         whole = numbers["world"] == self._workers
-        if self._killer is None and whole:
-            self._killer = Thread(target=self._kill, name="killer")
-            self._killer.start()
-        self._missed = self._missed or (self._killer is not None and not whole)
-        if not self._fault.on or (self._missed and (whole or not self._again)):
+        if self._due and whole and self._blows:
+            Thread(target=self._blows.pop(0), name="killer").start()
+            self._due = False
+        self._due = self._due or not whole
+        is_over = self._due and not self._blows
+        if not self._fault.on or (is_over and (whole or not self._again)):
             self._gate.touch()
 
     def _kill(self) -> None:
-        busy = [pid for pid in self._cluster.executor_pids() if self._cluster.training_children(pid)]
-        self._fault(self._cluster.kill_executor, busy[-1])
+        self._fault(self._cluster.kill_executor, self._cluster.busy_executors()[-1])
 
 
 def fit_through_a_loss(
@@ -80,6 +89,7 @@ def fit_through_a_loss(
     again: bool = False,
     numbers: int = 0,
     fit: Callable[[ElasticTorchEstimator], ElasticTorchModel] | None = None,
+    first: Sequence[Callable[[], object]] = (),
     meanwhile: Callable[[Mapping[str, Any]], object] = lambda numbers: None,
     **settings: Any,
 ) -> tuple[ElasticTorchEstimator, ElasticTorchModel]:
@@ -89,12 +99,13 @@ def fit_through_a_loss(
         again: not before the world is whole again does it end.
         numbers: that the model carries besides its weights.
         fit: in place of `fit` on the table.
+        first: what happens before, each time that the world is whole.
         meanwhile: called with what the job reports.
     """
     for module in (__name__, Net.__module__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     folder.mkdir(exist_ok=True)
-    loses_one = KillOneExecutor(cluster, fault, workers, folder / "gate", again)
+    loses_one = KillOneExecutor(cluster, fault, workers, folder / "gate", again, first)
 
     def on_progress(reported: Mapping[str, Any]) -> None:
         meanwhile(reported)

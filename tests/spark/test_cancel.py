@@ -41,9 +41,9 @@ def launch_for_ever(spark: SparkSession, listener: Running) -> None:
 
 
 def assert_nothing_is_left(spark: SparkSession, cluster: StandaloneCluster) -> None:
-    tracker, training = spark.sparkContext.statusTracker(), cluster.training_children
+    tracker = spark.sparkContext.statusTracker()
     await_true(lambda: not tracker.getActiveJobsIds(), "no active slot job", WITHIN)
-    await_true(lambda: not any(map(training, cluster.executor_pids())), "no training process", WITHIN)
+    await_true(lambda: not cluster.busy_executors(), "no training process", WITHIN)
 
 
 def test_cancelling_its_job_group_ends_the_job(spark: SparkSession, spark_cluster: StandaloneCluster) -> None:

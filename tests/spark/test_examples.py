@@ -14,7 +14,7 @@ import pyspark
 import pytest
 from pyspark.sql import SparkSession
 
-from spark_elastic.worker.script import find_free_port
+from spark_elastic.worker.function_program import find_free_port
 from tests.pages import apply_diff, blocks
 from tests.sources import ROOT
 from tests.spark.cluster import StandaloneCluster, cluster_environment

@@ -11,8 +11,6 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from pyspark.ml.evaluation import RegressionEvaluator
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -67,23 +65,6 @@ def test_r19_a_recomputed_table_is_recognised(spark: SparkSession, tmp_path: Pat
         assert find_difference(other, ["x", "y"], options, written) == "its rows have other values"
 
 
-@pytest.mark.faults
-def test_r19_another_fold_or_table_is_refused_for_a_run(spark: SparkSession, tmp_path: Path) -> None:
-    cloudpickle.register_pickle_by_value(sys.modules[Net.__module__])
-    df, est = table(spark), estimator(tmp_path, run_id="mine", epochs=2)
-    est.fit(df)
-    with pytest.raises(InvalidInput, match="began with another table"):
-        est.fit(df.where("id < 24"))
-    with pytest.raises(InvalidInput, match=r"began with learning_rate=None and this fit has 0\.5"):
-        est.fit(df, {est.learning_rate: 0.5})
-    grid = ParamGridBuilder().addGrid(est.learning_rate, [0.1, 0.5]).build()
-    search = CrossValidator(
-        estimator=est, estimatorParamMaps=grid, evaluator=RegressionEvaluator(labelCol="y"), numFolds=2
-    )
-    with pytest.raises(InvalidInput, match="'mine' names one run, and this would make several"):
-        search.fit(df)
-
-
 EPOCHS = 80  # of one step each
 
 
@@ -130,3 +111,7 @@ def test_p7_r19_a_cancelled_fit_resumes_at_a_step(spark: SparkSession, tmp_path:
     assert again.summary.digest == model.summary.digest
     with pytest.raises(InvalidInput, match=f"has ended, with epochs={EPOCHS}, not {EPOCHS + 1}"):
         est.copy({est.epochs: EPOCHS + 1}).fit(df)
+    with pytest.raises(InvalidInput, match="began with another table"):
+        est.fit(df.where("id < 24"))
+    with pytest.raises(InvalidInput, match="'mine' names one run, and this would make several"):
+        est.fit(df, [{est.learning_rate: rate} for rate in (0.1, 0.5)])

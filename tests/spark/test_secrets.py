@@ -67,8 +67,7 @@ def test_stopping_spark_ends_a_job_and_no_secret_is_in_sparks_properties_logs_or
         spark_elastic.run(count, (1_000_000, 1), stdout=stream, spark=spark, **given)
     assert time.monotonic() - began[0] < 2 * WITHIN  # the stop itself is Spark's own time
     stream.thread.join()
-    busy = standalone.training_children
-    await_true(lambda: not any(map(busy, standalone.executor_pids())), "no training process", WITHIN)
+    await_true(lambda: not standalone.busy_executors(), "no training process", WITHIN)
     assert len(keys) >= 2
     needles = [SECRET.encode(), *keys, *(key.hex().encode() for key in keys)]
     places = [tmp_path, *standalone.scratch.parent.glob("worker*")]

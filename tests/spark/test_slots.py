@@ -102,7 +102,7 @@ def test_slot_jobs_carry_what_their_caller_set_and_children_die_with_their_execu
         said["descriptions"] = {str(job.description().get()) for job in jobs}
         said["tagged"] = {str(job.jobTags().contains("theirs")) for job in jobs}
         said["pools"] = {str(stages.apply(i).schedulingPool()) for i in range(stages.size())}
-        busy = [pid for pid in standalone.executor_pids() if standalone.training_children(pid)]
+        busy = standalone.busy_executors()
         children.extend(standalone.training_children(busy[0]))
         standalone.kill_executor(busy[0])
         program.over.touch()

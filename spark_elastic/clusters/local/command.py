@@ -22,14 +22,14 @@ from typing import Any
 import spark_elastic
 from spark_elastic.data.store import make_scratch_folder
 from spark_elastic.errors import InvalidInput
-from spark_elastic.worker.script import Module
+from spark_elastic.worker.function_program import Module
 
 OWN_NAMES = ("python", "python3")  # without a folder they mean the Python that runs spark-elastic-run
 ANSWER_WITHIN = 60.0  # seconds
 _QUESTION = """
 import base64, json, sys
 import spark_elastic
-from spark_elastic.worker.script import Module
+from spark_elastic.worker.function_program import Module
 try:
     found = Module.find(sys.argv[1]) if sys.argv[1:] else None
     source = base64.b64encode(found.source).decode() if found else ""

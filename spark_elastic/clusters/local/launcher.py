@@ -1,6 +1,8 @@
-"""Starts slots as processes of this machine: `driver.ports.Launcher` without a cluster.
+"""Slots as processes of this machine: `driver.ports.Launcher` without a cluster, and the main of a slot's process.
 
-The thread of a slot waits for room in a `HostSlots`, starts the slot's process and waits for its end.
+The thread of a slot waits for room in a `HostSlots`, starts the slot's process (`python -m`) and waits for its end.
+Standard input brings it a line with what the slot is, then the pickled program; standard output says why it ended. A
+slot that ssh has started on another host ends with its standard input: with the connection or the launcher.
 """
 
 from __future__ import annotations
@@ -13,17 +15,33 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from spark_elastic.clock import Clock
-from spark_elastic.clusters.local.slot import LocalSlot
+from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.driver.ports import Post, SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.errors import ElasticError
 from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous import codec
-from spark_elastic.rendezvous.addresses import is_own_address
+from spark_elastic.rendezvous.addresses import find_address_towards, is_own_address, split_address
+from spark_elastic.rendezvous.client import CONNECT_SECONDS, RendezvousClient
+from spark_elastic.worker.entry import die_with_parent, exit_with_stdin
+from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.imports import list_early_imports
 from spark_elastic.worker.pickling import pickle_for_workers
 from spark_elastic.worker.program import describe_exit
+from spark_elastic.worker.slot_agent import SlotAgent
+
+REFUSED = 3  # exit code of a host that cannot run slots; standard output says why
+
+
+@dataclass(frozen=True)
+class LocalSlot:
+    """What the launcher tells a slot's process."""
+
+    spec: SlotSpec  # the same for all slots of the job
+    identity: SlotIdentity  # of this slot
+    parent: int | None  # process id of the launcher; None: it is on another host
+    size: int = 0  # bytes of the pickled program, which follow
 
 
 class HostSlots:
@@ -146,7 +164,7 @@ class LocalLauncher(ThreadPerSlotLauncher):
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if is_own else {}
         # One thread, as Spark sets: several workers with a thread per core slow each other down.
         variables = {"OMP_NUM_THREADS": "1", **os.environ, **path}
-        command, pipe = [self.interpreter, "-m", "spark_elastic.clusters.local.slot"], subprocess.PIPE
+        command, pipe = [self.interpreter, "-m", "spark_elastic.clusters.local.launcher"], subprocess.PIPE
         try:
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=variables)
         except OSError as error:
@@ -164,3 +182,59 @@ class LocalLauncher(ThreadPerSlotLauncher):
             reason = output.read().decode(errors="replace")
         code = process.wait()
         return reason if code == 0 else f"the slot process ended: {describe_exit(code)}"
+
+
+# ---- a slot's process
+
+
+def main() -> None:
+    slot = codec.from_line(LocalSlot, sys.stdin.buffer.readline())
+    payload = sys.stdin.buffer.read(slot.size)
+    if slot.parent is None:
+        exit_with_stdin()
+        _check_way_to_driver(slot.spec.address)
+    else:
+        # The death signal follows the thread that started this process: the launcher's, which lives as long as its
+        # slot.
+        die_with_parent(slot.parent)
+    # Ctrl-C reaches all processes of a terminal, but the driver ends the job. Child processes inherit this setting.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        sys.stdout.write(serve(slot, payload))
+    finally:
+        fork_server_cache.close()
+
+
+def serve(slot: LocalSlot, payload: bytes) -> str:
+    """Be the slot until it ends; returns why it has."""
+    spec, clock = slot.spec, SystemClock()
+    known = spec.address, spec.key, spec.attempt, clock
+    with RendezvousClient(*known, certificate=spec.certificate) as client:
+        try:
+            identity = replace(slot.identity, address=find_address_towards(*split_address(spec.address)))
+            return SlotAgent(spec, identity, payload, client, clock).run()
+        except ElasticError as error:
+            return str(error)
+
+
+def check() -> None:
+    """End with `REFUSED` if slots of this host could not reach the driver whose address standard input brings."""
+    _check_way_to_driver(sys.stdin.readline().strip())
+
+
+def _check_way_to_driver(address: str) -> None:
+    """A slot would try for as long as a driver may be silent; at the start the first failure is the answer."""
+    try:
+        socket.create_connection(split_address(address), CONNECT_SECONDS).close()
+    except OSError as error:
+        sys.stdout.write(
+            f"it cannot reach the driver at {address} ({error}): open the port between the hosts "
+            "(SPARK_ELASTIC_DRIVER_PORT makes it a fixed one), or set SPARK_ELASTIC_ADVERTISE_ADDRESS to an address of "
+            "the driver that all hosts reach"
+        )
+        sys.stdout.flush()
+        os._exit(REFUSED)
+
+
+if __name__ == "__main__":
+    main()

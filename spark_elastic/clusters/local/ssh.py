@@ -23,8 +23,7 @@ from typing import Any
 
 import spark_elastic
 from spark_elastic.clock import Clock
-from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher, find_remote_hosts
-from spark_elastic.clusters.local.slot import REFUSED
+from spark_elastic.clusters.local.launcher import REFUSED, HostSlots, LocalLauncher, find_remote_hosts
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import DriverUnreachable, InvalidInput, PreflightError
 from spark_elastic.rendezvous.addresses import find_address_towards, is_own_address
@@ -69,10 +68,10 @@ except ImportError as error:
 if found != version:
     refuse(f"it has spark_elastic {{found}}, and this machine has {{version}}: install the same")
 try:
-    from spark_elastic.clusters.local import slot
+    from spark_elastic.clusters.local import launcher
 except ImportError as error:
     refuse(f"spark_elastic cannot be imported there ({{error}}): install it on that host with all that it needs")
-getattr(slot, what)()
+getattr(launcher, what)()
 """
 # Variables that describe this machine or this login.
 _MACHINE = ("DISPLAY", "HOST", "HOSTNAME", "TERM", "TMPDIR", "TZ")
@@ -376,7 +375,7 @@ class SshLauncher(LocalLauncher):
         return self._ssh.build_command(host, self.interpreter, "-I", "-S", "-c", BOOTSTRAP)
 
     def _make_header(self, what: str) -> bytes:
-        """The input of `BOOTSTRAP`. what: a function of `local.slot`, with which its Python continues."""
+        """The input of `BOOTSTRAP`. what: a function of `local.launcher`, with which its Python continues."""
         own = f"{sys.version_info.major}.{sys.version_info.minor}"
         python = own if self.interpreter == sys.executable else ""
         arguments = ["-c", _START, what, spark_elastic.__version__, python]

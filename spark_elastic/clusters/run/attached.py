@@ -18,9 +18,9 @@ from spark_elastic.driver.discovery import JobHandle
 from spark_elastic.driver.job import unpack_results
 from spark_elastic.errors import InvalidInput, JobFailed
 from spark_elastic.monitoring.report import JobReport
-from spark_elastic.protocol.commands import End, JobOutcome
+from spark_elastic.protocol.commands import JobOutcome
 from spark_elastic.protocol.events import DriverEvent
-from spark_elastic.runs.owned_run import check_name, describe_owner
+from spark_elastic.runs.checkpoint import check_name, describe_owner
 from spark_elastic.worker.program import decode_result
 
 SILENT_AFTER = 6 * run_board.EVERY  # seconds without news of its driver after which a job counts as lost
@@ -59,18 +59,17 @@ class AttachedJob(JobHandle):
     @property
     def has_ended(self) -> bool:
         """Whether the job's driver says that it has ended."""
-        return bool(self._read()[1].get(run_board.END))
+        return self._read()[1].end is not None
 
     def status(self) -> dict[str, Any]:
         """What the status page shows, some seconds old: stage, size, slots, metrics, events and so on."""
         shown = self._read()[1]
-        status: dict[str, Any] = {**shown.get(run_board.STATUS, {}), "stage": self._get_stage(shown)}
-        return status
+        return {**shown.status, "stage": self._get_stage(shown)}
 
     @property
     def report(self) -> JobReport:
         """Where the time of the job went so far."""
-        return self._read()[1].get(run_board.REPORT) or JobReport()
+        return self._read()[1].report
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the job's end, and return what it returned: what `run` returns, or of a fit a dict with its
@@ -85,9 +84,11 @@ class AttachedJob(JobHandle):
         """
         began = seen = self._clock.now()
         beat: object = None
-        while not (attempt_shown := self._read())[1].get(run_board.END):
-            attempt, shown = attempt_shown
-            now, newest = self._clock.now(), (attempt, shown.get(run_board.BEAT))
+        while True:
+            attempt, shown = self._read()
+            if shown.end is not None:
+                break
+            now, newest = self._clock.now(), (attempt, shown.beat)
             beat, seen = newest, seen if newest == beat else now
             if now - seen > SILENT_AFTER:
                 raise JobFailed(
@@ -97,7 +98,7 @@ class AttachedJob(JobHandle):
             if timeout is not None and now - began > timeout:
                 raise TimeoutError(f"{self._describe(attempt)} still runs after {timeout:g} s")
             self._clock.sleep(LOOK_EVERY)
-        results = unpack_results(attempt_shown[1][run_board.END])
+        results = unpack_results(shown.end)
         first = parse_document(results[0], "The run's result", lambda value: value)
         if isinstance(first, dict):
             return first
@@ -105,15 +106,15 @@ class AttachedJob(JobHandle):
 
     def _send(self, event: DriverEvent) -> None:
         attempt, shown = self._read()
-        if shown.get(run_board.END):
-            ended: End = shown[run_board.END]
-            how = "succeeded" if ended.outcome is JobOutcome.SUCCESS else ended.outcome.value
+        if shown.end is not None:
+            outcome = shown.end.outcome
+            how = "succeeded" if outcome is JobOutcome.SUCCESS else outcome.value
             job = self._describe(attempt)
             raise InvalidInput(f"{job} has ended ({how}): nothing is left to drain or cancel.")
         name = f"{run_board.requests_folder(self._run_id)}/{attempt:06d}-{uuid.uuid4().hex}"
         self._store.write_bytes(name, run_board.encode_request(event))
 
-    def _read(self) -> tuple[int, dict[str, Any]]:
+    def _read(self) -> tuple[int, run_board.Shown]:
         attempt, shown = run_board.read_board(self._store, self._run_id)
         if attempt == 0:
             raise InvalidInput(
@@ -122,9 +123,8 @@ class AttachedJob(JobHandle):
             )
         return attempt, shown
 
-    def _get_stage(self, shown: dict[str, Any]) -> str:
-        status = {"stage": "ended"} if shown.get(run_board.END) else shown.get(run_board.STATUS, {})
-        return str(status.get("stage", "starting"))
+    def _get_stage(self, shown: run_board.Shown) -> str:
+        return "ended" if shown.end is not None else str(shown.status.get("stage", "starting"))
 
     def _describe(self, attempt: int) -> str:
         return f"run {self._run_id!r} ({describe_owner(self._store, self._run_id, attempt)})"

@@ -20,7 +20,7 @@ from spark_elastic import config as settings
 from spark_elastic.checks import COUNT, FLAG, TEXT, VERBOSE, Check, check_workers
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.coordinator import resume_after_coordinator_loss
-from spark_elastic.clusters.run import captures, early_imports
+from spark_elastic.clusters.run import user_code
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store, check_storage_options, parse_store_url
 from spark_elastic.driver.job import LaunchResult, make_limits
@@ -30,12 +30,10 @@ from spark_elastic.monitoring.listener import close_within_deadline
 from spark_elastic.monitoring.logs import log_to_listener
 from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.types import Limits
-from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore
-from spark_elastic.runs.owned_run import OwnedRun, check_name
+from spark_elastic.runs.checkpoint import CheckpointPolicy, CheckpointStore, OwnedRun, check_name
 from spark_elastic.worker.context import get_context
-from spark_elastic.worker.function_program import FunctionProgram
+from spark_elastic.worker.function_program import FunctionProgram, Module, Script
 from spark_elastic.worker.program import decode_result
-from spark_elastic.worker.script import Module, Script
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -219,14 +217,14 @@ def prepare(
     if chosen.preload != ():
         code = inspect.unwrap(fn)
         if isinstance(code, Script | Module):
-            imports = early_imports.find_in_source(code.source, code.folder, code.package)
+            imports = user_code.find_in_source(code.source, code.folder, code.package)
         else:
-            imports = early_imports.find_in_function(code)
+            imports = user_code.find_in_function(code)
     store, conf = chosen.open_store(), chosen.config
     checkpoints = None
     if chosen.run_id is not None and store is not None:
         checkpoints = store, CheckpointPolicy(chosen.run_id, conf.checkpoint_steps, conf.checkpoint_seconds)
-    program = FunctionProgram(fn, args, kwargs, chosen.env, captures.dumps, checkpoints, imports)
+    program = FunctionProgram(fn, args, kwargs, chosen.env, user_code.dumps, checkpoints, imports)
     settings.check_environment({**os.environ, **chosen.env})
     return RunCall(program, chosen, chosen.preload or (), name)
 
@@ -357,11 +355,6 @@ def _to_stream(stream: Any) -> Any:
     return stream
 
 
-def _check_run_id(_: str, run_id: Any) -> str:
-    check_name(run_id)
-    return str(run_id)
-
-
 # What `run` takes beside settings -> its check.
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "num_workers": COUNT,
@@ -372,7 +365,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "verbose": VERBOSE,
     "prefix_output_with_timestamp": FLAG,
     "preload": Check("names of modules, such as ['torch']", _to_modules),
-    "run_id": _check_run_id,
+    "run_id": lambda _, run_id: check_name(run_id),
     "store": lambda _, store: parse_store_url(store),
     "storage_options": lambda _, options: check_storage_options(options),
 }

@@ -16,8 +16,7 @@ from spark_elastic.driver.discovery import HostPoller
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.devices import require_gpus
-from spark_elastic.worker.function_program import ResultStore, StoredResult, Torchrun
-from spark_elastic.worker.script import Script
+from spark_elastic.worker.function_program import ResultStore, Script, StoredResult, Torchrun
 
 
 class TorchDistributor:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -38,15 +38,12 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.logs import announce_phase
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
-from spark_elastic.runs.store_channel import ChannelEnd
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
 log = logging.getLogger("spark_elastic.spark")
-
-Body: TypeAlias = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 RETRIED = "Spark ran the coordinator's task again"
 
@@ -115,20 +112,20 @@ class ConnectPlatform(SparkPlatform):
         folder, key = f"channels/{uuid.uuid4().hex}", secrets.token_bytes(32)
         own, other = coordinator.CLIENT, coordinator.COORDINATOR
         task = coordinator.Coordinator(
-            ChannelEnd(store, folder, key, other, own),
+            coordinator.ChannelEnd(store, folder, key, other, own),
             job.limits,
             coordinator.check_config(config),
             job.name,
             conf.is_ssl_enabled(self._settings),
             self._make_probe(job.needs).make_host_check(),
-            None if run is None else (run.run_id, run.attempt, run.checkpoints),
+            run,
         )
         attempt = FIRST_ATTEMPT if run is None else run.attempt
         commit_key = run.load_commit_key() if run is not None and config.keep_commits else None
         # The coordinator's address and certificate follow.
         known = {"key": key, "attempt": attempt, "job_name": job.name, "commit_key": commit_key}
         spec = SlotSpec.from_config(config, address="", **known)
-        end, clock = ChannelEnd(store, folder, key, own, other), RunningClock(self._clock)
+        end, clock = coordinator.ChannelEnd(store, folder, key, own, other), RunningClock(self._clock)
         client = coordinator.CoordinatorClient(end, spec, launcher, scheduler, listener, clock)
         try:
             towards = self._settings.get(conf.DRIVER_HOST)
@@ -212,26 +209,20 @@ class ConnectLauncher(ThreadPerSlotLauncher):
 
     def run_slot(self, launch: int) -> SlotOutcome:
         task = self._make_task(self.spec)
-
-        def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            for batch in batches:
-                yield pa.RecordBatch.from_pydict({"ended": list(task([launch] * batch.num_rows))})
-
-        return self._run_task(body, **self._slot_arguments)
+        return self._run_task(lambda: next(task([launch])), **self._slot_arguments)
 
     def run_coordinator(self, task: coordinator.Coordinator, towards: str | None) -> str:
         """Run a coordinator in a task. Blocks; returns how it ended. towards: a host that all executors reach."""
+        self._threads.append(threading.current_thread())  # `close` interrupts its job, too, and waits for it
+        return self._run_task(lambda: _run_coordinator_task(task, towards)).reason
+
+    def _run_task(self, work: Callable[[], str], **arguments: Any) -> SlotOutcome:
+        """Run one task. Returns how it ended, in its own words or in Spark's."""
 
         def body(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
-                reason = _run_coordinator_task(task, towards)
-                yield pa.RecordBatch.from_pydict({"ended": [reason] * batch.num_rows})
+                yield pa.RecordBatch.from_pydict({"ended": [work()] * batch.num_rows})
 
-        self._threads.append(threading.current_thread())  # `close` interrupts its job, too, and waits for it
-        return self._run_task(body).reason
-
-    def _run_task(self, body: Body, **arguments: Any) -> SlotOutcome:
-        """Run one task. Returns how it ended, in its own words or in Spark's."""
         try:
             self._spark.addTag(self._tag)  # of this thread's jobs alone
             rows = _make_frame(self._spark, 1).mapInArrow(body, "ended string", **arguments).collect()

@@ -180,7 +180,7 @@ def grouped_allgather(
         def gradient(*upstream: Tensor) -> list[Tensor]:
             rows = tf.stack([tf.shape(tensor)[0] for tensor in inputs])
             counts = _allgather([rows[None]], None, process_set)[0]
-            mine = rank_in(process_set)
+            mine = _evaluate(process_set.rank)
             averages = allreduce_tensors(upstream, None, ReduceOptions(Average, process_set=process_set))
             firsts = tf.reduce_sum(counts[:mine], axis=0)
             return [whole[firsts[i] : firsts[i] + rows[i]] for i, whole in enumerate(averages)]
@@ -213,7 +213,8 @@ def broadcast(
     def differentiable(value: Tensor) -> tuple[Tensor, Any]:
         def gradient(upstream: Tensor) -> Tensor:
             average = allreduce_tensors([upstream], None, ReduceOptions(Average, process_set=process_set))[0]
-            is_root = tf.equal(rank_in(process_set), process_sets.find_root_index(process_set, root_rank))
+            root = process_sets.find_root_index(process_set, root_rank)
+            is_root = tf.equal(_evaluate(process_set.rank), root)
             return tf.where(is_root, average, tf.zeros_like(average))
 
         return broadcast_all([value], root_rank, name, process_set)[0], gradient
@@ -445,10 +446,6 @@ def size_op(process_set_id: ProcessSet | int = 0, name: str | None = None) -> Te
 def rank_op(name: str | None = None) -> Tensor:
     """Return the rank of this process in the world."""
     return _evaluate(process_sets.rank)
-
-
-def rank_in(process_set: ProcessSet) -> Tensor:
-    return _evaluate(process_set.rank)
 
 
 @no_autograph

@@ -20,7 +20,7 @@ def by_sockets(*sizes: int) -> list[object]:
     return [pytest.param(size, (), id=f"{size} by sockets") for size in sizes]
 
 
-EVERYWHERE = [*by_sockets(1, 2, 3, 5, 8), *((sum(hosts), hosts) for hosts in SHARED), *MANY]
+EVERYWHERE = [*by_sockets(1, 2, 3, 4, 5), *((sum(hosts), hosts) for hosts in SHARED), *MANY]
 
 
 def make_world(pool: Pool, size: int, hosts: Sequence[int]) -> list[Rank]:

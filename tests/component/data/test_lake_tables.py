@@ -210,8 +210,7 @@ def test_rows_from_before_a_column_match_no_comparison_with_it(catalog: Any, tmp
     later = make_rows(3, 3, z=[0.5, 1.5, 2.5])
     write_deltalake(str(tmp_path / "delta"), make_rows(0, 3))
     write_deltalake(str(tmp_path / "delta"), later, mode="append", schema_mode="merge")
-    table = catalog.create_table("n.t", make_rows(0).schema)
-    table.append(make_rows(0, 3))
+    table = make_table(catalog, make_rows(0, 3))
     with table.update_schema() as change:
         change.add_column("z", DoubleType())
     table.append(later)
@@ -251,6 +250,16 @@ def catalog(tmp_path: Path) -> Iterator[Any]:
     catalog.close()
     ExecutorFactory.get_or_create().shutdown()  # pyiceberg keeps its threads otherwise
     ExecutorFactory._instance = None
+
+
+def make_table(catalog: Any, rows: pa.Table, *partitions: str) -> Any:
+    """A table of these rows, partitioned by the values of those columns."""
+    table = catalog.create_table("n.t", rows.schema)
+    with table.update_spec() as change:
+        for name in partitions:
+            change.add_identity(name)
+    table.append(rows)
+    return table
 
 
 def test_an_iceberg_snapshot_is_read_whatever_is_written_later(catalog: Any, tmp_path: Path) -> None:
@@ -333,9 +342,8 @@ def write_puffin(path: Path, data_file: str, rows: list[int]) -> None:
 
 def test_rows_of_iceberg_that_are_deleted_by_position_are_left_out(catalog: Any, tmp_path: Path) -> None:
     """By Parquet files, and by deletion vectors."""
-    table = catalog.create_table("n.t", make_rows(0).schema)
-    for start in (0, ROWS):
-        table.append(make_rows(start))
+    table = make_table(catalog, make_rows(0))
+    table.append(make_rows(ROWS))
     files = [task.file for task in table.scan().plan_files()]
     (name,) = (file.file_path for file in files if file.lower_bounds[1] == bytes(8))
     rows = pa.table({"file_path": [name, "another", name], "pos": [3, 4, ROWS - 1]})
@@ -356,8 +364,7 @@ def test_rows_of_iceberg_that_are_deleted_by_equality_are_left_out(catalog: Any,
     """As Flink deletes and upserts them: of files that were there before, with nulls, whatever columns are called."""
     kind = pa.array([None, "a", "b"] * (ROWS // 3) + ["a", None], pa.string())
     rows = make_rows(0, kind=kind)
-    table = catalog.create_table("n.t", rows.schema)
-    table.append(rows)
+    table = make_table(catalog, rows)
     first = table.current_snapshot().snapshot_id
     pairs = with_ids(pa.table({"x": [3, 4, 5, 6], "kind": [None, "a", "z", "a"]}), x=1, kind=3)
     deletes = DataFileContent.EQUALITY_DELETES
@@ -385,16 +392,18 @@ def test_rows_of_iceberg_that_are_deleted_by_equality_are_left_out(catalog: Any,
         read_rows(table, ["number"])
 
 
+def keep_columns(table: Any, names: list[str]) -> None:
+    """Write the table's files again with these columns alone, as those that came from Hive."""
+    for task in table.scan().plan_files():
+        path = task.file.file_path.removeprefix("file://")
+        pq.write_table(pq.read_table(path).select(names), path)
+
+
 def test_deletes_by_equality_stay_in_their_partition(catalog: Any, tmp_path: Path) -> None:
     """Those of an unpartitioned spec do not; a file that came from Hive has a partition's value in its path alone."""
     rows = make_rows(0, 6, kind=["a", "b"] * 3, more=pa.array([7] * 6, pa.int32()))
-    table = catalog.create_table("n.t", rows.schema)
-    with table.update_spec() as change:
-        change.add_identity("kind")
-    table.append(rows)
-    for task in table.scan().plan_files():
-        path = task.file.file_path.removeprefix("file://")
-        pq.write_table(pq.read_table(path).select(["x", "y", "more"]), path)
+    table = make_table(catalog, rows, "kind")
+    keep_columns(table, ["x", "y", "more"])
     deletes, values = DataFileContent.EQUALITY_DELETES, pa.table({"more": pa.array([7], pa.int64())})
     facts = {"partition": Record("b"), "equality_ids": [4]}
     commit_deletes(table, deletes, tmp_path / "of_b.parquet", with_ids(values, more=4), **facts)
@@ -407,8 +416,7 @@ def test_deletes_by_equality_stay_in_their_partition(catalog: Any, tmp_path: Pat
 
 
 def test_delete_files_that_cannot_be_read_or_compared_are_refused(catalog: Any, tmp_path: Path) -> None:
-    table = catalog.create_table("n.t", make_rows(0).schema)
-    table.append(make_rows(0))
+    table = make_table(catalog, make_rows(0))
     first = table.current_snapshot().snapshot_id
     deletes, path = DataFileContent.EQUALITY_DELETES, tmp_path / "deletes.parquet"
     avro = {"file_format": FileFormat.AVRO, "equality_ids": [1]}
@@ -428,10 +436,7 @@ def test_delete_files_that_cannot_be_read_or_compared_are_refused(catalog: Any, 
 
 def test_partitions_of_iceberg_may_have_any_text(catalog: Any) -> None:
     rows = make_rows(0, 6, kind=["a/b", "c d", "e%20f", "g#h?i", "é", "+"])
-    table = catalog.create_table("n.t", rows.schema)
-    with table.update_spec() as change:
-        change.add_identity("kind")
-    table.append(rows)
+    table = make_table(catalog, rows, "kind")
     assert read_rows(table, ["x", "kind"], transformed=True) == expect(rows, ["x", "kind"])
 
 
@@ -439,14 +444,8 @@ def test_files_that_came_from_hive_have_their_partitions_values(catalog: Any, tm
     """Their rows lack the columns that they were partitioned by; what Iceberg itself wrote later has them."""
     day = pa.array([19000] * 3 + [19001] * 3, pa.int32()).cast(pa.date32())
     rows = make_rows(0, 6, kind=["01", "02"] * 3, year=pa.array([2023] * 6, pa.int32()), day=day)
-    table = catalog.create_table("n.t", rows.schema)
-    with table.update_spec() as change:
-        for name in ("kind", "year", "day"):
-            change.add_identity(name)
-    table.append(rows)
-    for task in table.scan().plan_files():
-        path = task.file.file_path.removeprefix("file://")
-        pq.write_table(pq.read_table(path).select(["x", "y"]), path)
+    table = make_table(catalog, rows, "kind", "year", "day")
+    keep_columns(table, ["x", "y"])
     columns = ["x", "kind", "year", "day"]
     found = read_rows(table, columns, transformed=True)
     assert found == expect(rows, columns)
@@ -462,9 +461,7 @@ def test_files_from_before_a_column_got_a_wider_type_are_read_beside_later_ones(
     price = pa.array([Decimal("1.50"), Decimal("2.25")], pa.decimal128(5, 2))
     arrays = pa.array([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.int32())))
     n, f = pa.array([1, 2], pa.int32()), pa.array([0.5, 0.25], pa.float32())
-    rows = make_rows(0, 2, n=n, f=f, price=price, a=arrays)
-    table = catalog.create_table("n.t", rows.schema)
-    table.append(rows)
+    table = make_table(catalog, make_rows(0, 2, n=n, f=f, price=price, a=arrays))
     with table.update_schema() as change:
         change.update_column("n", LongType())
         change.update_column("f", DoubleType())

@@ -19,7 +19,7 @@ from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.estimators.fit_rows import FileRows, Selection, materialize_rows, open_table_rows
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 from spark_elastic.tables import footers
 from spark_elastic.tables.existing_parquet import describe_files, find_data_files
 from spark_elastic.tables.lake_tables import read_snapshot

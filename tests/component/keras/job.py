@@ -22,8 +22,7 @@ from spark_elastic.data.transformation import RowRandom
 from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.protocol.types import Limits
-from spark_elastic.runs.checkpoint import CheckpointPolicy
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointPolicy, OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects

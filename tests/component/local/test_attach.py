@@ -15,7 +15,7 @@ from spark_elastic.clusters.run import attached
 from spark_elastic.data.store import Store
 from spark_elastic.driver import run_board
 from spark_elastic.errors import InvalidInput, JobCancelled, JobFailed
-from spark_elastic.runs.owned_run import acquire_attempt
+from spark_elastic.runs.checkpoint import acquire_attempt
 from tests.component.torch.hand_written import Run, count
 from tests.patience import until
 

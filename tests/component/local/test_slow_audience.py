@@ -92,17 +92,6 @@ def release_later(program: HeldProgram, began: threading.Event, read: threading.
     return thread
 
 
-def test_a_listener_that_blocks_costs_no_world() -> None:
-    program, began, read = HeldProgram(steps=20), threading.Event(), threading.Event()
-    listener = Blocking(began, read)
-    later = release_later(program, began, read)
-    result = train(make_cluster(program, LocalLauncher), listener)
-    later.join()
-    assert [world.size for world in result.worlds] == [2]
-    assert listener.newest["step"] >= 19, "the newest is heard in the end"
-    assert any(text.startswith("world of 2: started") for text in listener.told)
-
-
 def test_a_terminal_that_blocks_costs_no_world() -> None:
     ends = os.pipe()
     program, began, read = PrintingProgram(steps=20), threading.Event(), threading.Event()
@@ -149,7 +138,7 @@ class Collector(logging.Handler):
             self.held_up.append(record.getMessage())
 
 
-def test_a_log_handler_that_blocks_costs_no_world() -> None:
+def test_a_listener_and_a_log_handler_that_block_cost_no_world() -> None:
     """Unauthenticated requests make the server log meanwhile."""
     program, began, read = HeldProgram(steps=20), threading.Event(), threading.Event()
     cluster = make_cluster(program, AddressLauncher)
@@ -165,12 +154,15 @@ def test_a_log_handler_that_blocks_costs_no_world() -> None:
     later = release_later(program, began, read)
     sender.start()
     root.addHandler(collector)
+    listener = Blocking(began, read)
     try:
-        result = train(cluster, Blocking(began, read))
+        result = train(cluster, listener)
     finally:
         root.removeHandler(collector)
     for thread in (sender, later):
         thread.join()
     assert [world.size for world in result.worlds] == [2]
+    assert listener.newest["step"] >= 19, "the newest is heard in the end"
+    assert any(text.startswith("world of 2: started") for text in listener.told)
     (line,) = collector.held_up
-    assert line.startswith("The driver's server refused 1 request (the last one: Invalid HTTP request")
+    assert line.startswith("The driver's server refused 1 request (the last one: Invalid HTTP, ")

@@ -24,8 +24,7 @@ from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import LogLines, Report
-from spark_elastic.rendezvous.routes import ServerCallbacks
-from spark_elastic.rendezvous.server import RendezvousServer
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from spark_elastic.rendezvous.status_app import StatusApp
 from tests.patience import until
 

@@ -17,10 +17,9 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.protocol.messages import Acknowledged, Heartbeat
 from spark_elastic.rendezvous import auth, http1
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.connections import ConnectionLimits
-from spark_elastic.rendezvous.http_server import Bind, HttpServer, listen
+from spark_elastic.rendezvous.http_server import Bind, ConnectionLimits, HttpServer, listen
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, REQUESTS, VERSION, WatchSlot, path_of
-from spark_elastic.rendezvous.routes import Dispatcher
+from spark_elastic.rendezvous.server import Dispatcher
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, RawClient, parse, read_all
 
 BEAT = json.dumps({"v": VERSION, "attempt": ATTEMPT, "message": {"slot": "1-0", "state": ""}})
@@ -33,7 +32,7 @@ def raw_client(driver: Driver) -> Iterator[RawClient]:
     """After the test a real slot is still answered, and no request of this client became an event."""
     yield RawClient(driver.port)
     assert driver.events.empty()
-    assert driver.client().ask(Heartbeat("9-0")).stop is None
+    assert driver.client().ask(Heartbeat("9-0")).heartbeat_interval
     assert driver.await_event(Heartbeat).slot == "9-0"
 
 

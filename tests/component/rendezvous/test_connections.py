@@ -18,7 +18,7 @@ from spark_elastic.protocol import events
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import Heartbeat, RequestNextWorld
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot, WatchWorker
-from spark_elastic.rendezvous.routes import ConnectionTracker
+from spark_elastic.rendezvous.server import ConnectionTracker
 from spark_elastic.testing.fakes import FakeClock
 from tests.component.rendezvous.cut_connections import CuttableNetwork
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, world

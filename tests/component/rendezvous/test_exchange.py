@@ -7,6 +7,7 @@ import pytest
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import RequestNextWorld
 from spark_elastic.protocol.types import Fence
+from spark_elastic.rendezvous import server_state
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, FindAddresses, GetValues, SetValues
 from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, world
 
@@ -21,8 +22,10 @@ def _ask_for_worlds(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("small_world", [3, 2])
-def test_members_of_a_small_world_are_told_all_addresses(driver: Driver, small_world: int) -> None:
-    driver.server._state._small_world = small_world
+def test_members_of_a_small_world_are_told_all_addresses(
+    driver: Driver, small_world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_state, "SMALL_WORLD", small_world)
     _ask_for_worlds(driver)
     driver.server.publish(world(1, *WORKERS[::-1]))
     client = driver.client()

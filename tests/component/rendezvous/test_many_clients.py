@@ -17,11 +17,10 @@ from spark_elastic.protocol.messages import RegisterSlot, RequestNextWorld, Work
 from spark_elastic.protocol.types import Limits, Phase, Position, WorldView
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, FindAddresses
-from spark_elastic.rendezvous.routes import ServerCallbacks
-from spark_elastic.rendezvous.server import RendezvousServer
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 
 WORKERS = 200
-ROUNDS = 3
+ROUNDS = 2
 KEY = b"many clients' key, 32 bytes long"
 
 

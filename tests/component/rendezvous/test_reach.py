@@ -18,8 +18,7 @@ from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, VERSION, LogLines, WatchSlot
-from spark_elastic.rendezvous.routes import ServerCallbacks
-from spark_elastic.rendezvous.server import RendezvousServer
+from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, start_driver
 
 RECIPIENTS = ServerCallbacks(lambda event: None, lambda lines: None)
@@ -52,7 +51,7 @@ def test_clients_reach_the_server_over_ipv6(host: str) -> None:
     driver = start_driver(Bind(host))
     try:
         assert driver.server.address.startswith("[::1]:")
-        assert driver.client().ask(Heartbeat("1-0")).stop is None
+        assert driver.client().ask(Heartbeat("1-0")).heartbeat_interval
     finally:
         driver.close()
 
@@ -66,7 +65,7 @@ def test_clients_dial_the_advertised_address() -> None:
     driver = start_driver(Bind("0.0.0.0", advertise="localhost"))
     try:
         assert driver.server.address == f"localhost:{driver.port}"
-        assert driver.client().ask(Heartbeat("1-0")).stop is None
+        assert driver.client().ask(Heartbeat("1-0")).heartbeat_interval
     finally:
         driver.close()
 
@@ -164,7 +163,7 @@ def test_a_driver_that_stops_answering_is_named_and_reached_again_when_it_contin
             client.ask(WatchSlot("1-0"), hold=20.0)
     finally:
         wake.set()
-    assert driver.client().ask(Heartbeat("1-0")).stop is None
+    assert driver.client().ask(Heartbeat("1-0")).heartbeat_interval
 
 
 def test_a_key_that_could_be_guessed_is_refused() -> None:

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import queue
 import socket
-import time
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +14,7 @@ from spark_elastic.protocol.messages import Heartbeat, RequestNextWorld
 from spark_elastic.protocol.types import MembershipVersion
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchWorker
 from tests.component.rendezvous.driver_side import PATIENCE, Driver, world
+from tests.patience import until
 
 
 def _kill_loop(driver: Driver) -> None:
@@ -24,10 +24,7 @@ def _kill_loop(driver: Driver) -> None:
     dead = serving._loop
     assert dead is not None
     dead.call_soon_threadsafe(dead.stop)
-    deadline = time.monotonic() + PATIENCE
-    while serving._loop in (dead, None):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    until(lambda: serving._loop not in (dead, None))
 
 
 def test_a_dead_loop_is_replaced_on_the_same_port(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:

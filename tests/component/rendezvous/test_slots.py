@@ -66,7 +66,6 @@ def test_after_the_end_of_the_job_every_request_is_answered_with_stop(driver: Dr
     driver.server.end("the job is done")
     assert waiting.result(PATIENCE).release == "the job is done"
     assert slot.ask(WatchSlot("1-0"), hold=MAX_POLL_SECONDS).release == "the job is done"
-    assert slot.ask(Heartbeat("1-0")).stop == "the job is done"
     answer = slot.ask(RegisterSlot("1-0", "host-a", 1, facts={}))
     assert answer == Admission(False, "the job is done", BEAT_EVERY)
 

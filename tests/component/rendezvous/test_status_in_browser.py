@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.monitoring.job_history import build_status
 from spark_elastic.monitoring.report import save_page
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.messages import Heartbeat
@@ -191,7 +190,7 @@ def test_the_page_is_readable_in_any_scheme_width_and_number_of_workers(
     screen.page.emulate_media(color_scheme=scheme)
     screen.page.set_viewport_size({"width": width, "height": 900})
     for page in (
-        save_page(build_status(job.history, "application_1700000000000_0042-digits")),
+        save_page(job.history.build_status("application_1700000000000_0042-digits")),
         job.result.with_rows(history, 1000).to_html("digits"),
     ):
         file = tmp_path / "page.html"

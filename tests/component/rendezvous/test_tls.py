@@ -51,7 +51,7 @@ def driver(certificate: auth.Certificate, status_app: StatusApp) -> Iterator[Dri
 
 def test_requests_and_long_polls_over_tls(driver: Driver) -> None:
     client = driver.client()
-    assert client.ask(Heartbeat("1-0")).stop is None
+    assert client.ask(Heartbeat("1-0")).heartbeat_interval
     waiting = driver.call_in_thread(lambda: client.ask(WatchSlot("1-0"), hold=MAX_POLL_SECONDS))
     driver.until_polls(1)
     client.close()
@@ -137,7 +137,7 @@ def test_a_given_certificate_is_served_with_its_chain(tmp_path: Path) -> None:
     assert given.public == (tmp_path / "leaf.pem").read_text()
     driver = start_driver(Bind(certificate=given))
     try:
-        assert driver.client().ask(Heartbeat("1-0")).stop is None
+        assert driver.client().ask(Heartbeat("1-0")).heartbeat_interval
         with pytest.raises(Unauthorized):
             driver.client(certificate=(tmp_path / "other.pem").read_text()).ask(Heartbeat("1-0"))
     finally:

@@ -20,7 +20,7 @@ from spark_elastic.protocol.messages import (
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, Phase, Position, WorkerId
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.codec import encode_numbers
-from spark_elastic.rendezvous.connections import ConnectionLimits
+from spark_elastic.rendezvous.http_server import ConnectionLimits
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, Report, WatchWorker, WorkerUpdate
 from tests.component.rendezvous.driver_side import ATTEMPT, PATIENCE, Driver, R, world
 

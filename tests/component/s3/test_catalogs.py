@@ -24,8 +24,7 @@ from spark_elastic import Rows
 from spark_elastic.data.row_handle import RowAccess
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
-from spark_elastic.runs.checkpoint import CheckpointStore
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointStore, OwnedRun
 from spark_elastic.tables.catalogs import find_in_catalog
 from spark_elastic.tables.lake_tables import join_stores, read_snapshot
 from tests.component.injected_faults import inject_faults, kill

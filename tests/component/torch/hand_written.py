@@ -22,6 +22,7 @@ from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.events import DrainRequested
 from tests import simulated_nccl
+from tests.component.injected_faults import list_workers
 from tests.component.torch.job import DeviceLauncher
 from tests.journals import keep_journal
 
@@ -202,13 +203,7 @@ class Run:
                 thread.join()
 
     def workers(self) -> list[psutil.Process]:
-        """The training process of each slot; spares are younger."""
-        slots = [psutil.Process(pid) for _, pid in sorted(self.cluster.slots().items())]
-        return [
-            min(children, key=lambda child: child.create_time())
-            for slot in slots
-            if (children := slot.children())  # asked once: a child may end
-        ]
+        return list_workers(self.cluster)
 
     def drain(self, job: int) -> None:
         self._post(DrainRequested(SystemClock().now(), "the host is wanted elsewhere", host=f"host-{job}"))

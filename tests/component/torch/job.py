@@ -31,14 +31,14 @@ from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.driver.ports import Discovery, Post
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits, Phase, SlotSpec
-from spark_elastic.runs.checkpoint import CheckpointPolicy
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointPolicy, OwnedRun
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.torch import draw_rows, progress
 from spark_elastic.training.spec import Rows, TrainSpec
 from spark_elastic.training.torch.spec import TorchUserObjects
 from spark_elastic.training.torch.trainer import TorchTrainProgram
 from tests.component.injected_faults import await_fault
+from tests.component.warm_slots import WarmLauncher
 from tests.fit_configs import make_config
 from tests.journals import keep_journal
 from tests.planned_rows import list_row_ids
@@ -217,8 +217,8 @@ def train_and_check(
     return result
 
 
-class DeviceLauncher(ProcessLauncher):
-    """`ProcessLauncher` whose workers train on a device, which all of them share."""
+class DeviceLauncher(WarmLauncher):
+    """`WarmLauncher` whose workers train on a device, which all of them share."""
 
     def __init__(self, device: str, program: object, **options: Any) -> None:
         super().__init__(program, SystemClock(), **options)
@@ -324,7 +324,7 @@ def make_job() -> Job:
 DRIVER = """
 import sys
 from pathlib import Path
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 from tests.component.torch.job import RUN, Follower, LauncherFactory, make_job, read_data, train_elastic
 
 folder = Path(sys.argv[1])

@@ -19,6 +19,7 @@ from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.elastic_jobs import JOBS, TOGETHER
 from tests.component.torch.hand_written import STEPS, Run, assert_exact, train
 from tests.component.torch.job import Data, Follower, Job, LauncherFactory, train_and_check
+from tests.patience import until
 from tests.scenarios import Fault
 
 pytestmark = [pytest.mark.native, pytest.mark.timeout(180)]
@@ -49,10 +50,7 @@ class Training:
     def await_switches(self, count: int) -> None:
         """Until so many worlds sum by the simulated NCCL. The training stands still meanwhile, and takes a step more
         than that at its end, so the line comes before."""
-        deadline = time.monotonic() + 90  # on a busy machine, communicators take ten seconds
-        while self.count_switches() < count:
-            assert time.monotonic() < deadline, self.follower.lines
-            time.sleep(0.01)
+        until(lambda: self.count_switches() >= count, 90)  # on a busy machine, communicators take ten seconds
 
     def run(self, acts: dict[str, Callable[[], object]], lease: float = 5.0) -> Any:
         """Check P1, P2 and P4 at the end. Returns what the launch returned."""
@@ -157,8 +155,7 @@ def test_a_worker_that_is_lost_while_all_wait_for_the_communicator_breaks_the_wa
     monkeypatch.setenv(simulated_nccl.BUILD_SECONDS, "3")
 
     def inject_fault() -> None:
-        while mlp.follower.lines.count(simulated_nccl.BUILDS) < 3:
-            time.sleep(0.01)
+        until(lambda: mlp.follower.lines.count(simulated_nccl.BUILDS) >= 3)
         fault(kill, mlp.cluster, mlp.find_slot(1))
 
     thread = threading.Thread(target=inject_fault, daemon=True)

@@ -23,9 +23,8 @@ import torch
 
 from spark_elastic.data.manifest import Manifest
 from spark_elastic.data.store import Store
-from spark_elastic.runs.checkpoint import CheckpointStore
+from spark_elastic.runs.checkpoint import CheckpointStore, OwnedRun
 from spark_elastic.runs.kept_commits import KeptCommits
-from spark_elastic.runs.owned_run import OwnedRun
 from spark_elastic.torch import progress, rank
 from spark_elastic.training.spec import Rows
 from spark_elastic.training.torch.callbacks import Callback, Training
@@ -344,36 +343,3 @@ def test_p7_another_driver_resumes_a_run(data: Data, tmp_path: Path, fault: Faul
     assert first.returncode == -signal.SIGKILL
     assert difference(ours, train_plain(job, store, manifest)) < 1e-9
     check_every_row_once_by_attempt(ledger, job.epochs)
-
-
-@pytest.mark.faults
-def test_r23_a_returning_driver_finds_out_that_another_holds_the_run(data: Data, tmp_path: Path) -> None:
-    """Its workers train on meanwhile, and keep commits: they change nothing."""
-    job, (store, manifest), ledger = make_job(), data, tmp_path / "ledger"
-
-    def stop_driver() -> None:
-        until(lambda: is_epoch_durable(store, 1))
-        first.send_signal(signal.SIGSTOP)
-
-    def return_driver(epoch: int, step: int) -> None:
-        first.send_signal(signal.SIGCONT)
-
-    with inject_faults(tmp_path / "faults", {"epoch 1": stop_driver}):
-        command = [sys.executable, "-c", DRIVER, str(tmp_path)]
-        first = subprocess.Popen(command, cwd=os.getcwd(), stderr=subprocess.PIPE, text=True)
-        until(lambda: not (tmp_path / "faults" / "epoch 1").exists())
-    try:
-        run, follower = OwnedRun.acquire(store, RUN), Follower(return_driver)
-        other = replace(job, workers=2, batch_size=job.batch_size * job.workers // 2)
-        make = LauncherFactory(2)
-        ours, result = train_elastic(other, *data, str(ledger), follower, make, run=run)
-        _, said = first.communicate(timeout=60)
-    finally:
-        first.kill()
-        first.communicate()
-    assert "as a host's memory has kept it" in result.worlds[0].reason
-    assert first.returncode == 1
-    assert "was taken over by another driver (attempt 2" in said
-    assert difference(ours, train_plain(job, store, manifest)) < 1e-9
-    check_every_row_once_by_attempt(ledger, job.epochs)
-    until(lambda: not KeptCommits(run.load_commit_key()).list_keepers())

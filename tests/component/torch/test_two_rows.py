@@ -256,20 +256,8 @@ def test_what_may_work_is_not_refused(data: Data, case: Case) -> None:
     case.check(data)
 
 
-def test_a_model_that_compares_several_rows_is_tried_on_more(data: Data) -> None:
-    model = Calls(lambda x, model: x.topk(5, dim=0))
-    check(data, model, CROSS_ENTROPY)
-    with pytest.raises(InvalidInput, match="selected index k out of range"):
-        check(data, model, CROSS_ENTROPY, {"batch_size": 4})
-
-
-def test_a_model_that_takes_one_row_is_tried_on_one(data: Data) -> None:
-    def take_one(x: torch.Tensor, model: torch.nn.Module) -> None:
-        (_,) = x
-
-    check(data, Calls(take_one), CROSS_ENTROPY, {"batch_size": 1})
-    with pytest.raises(InvalidInput, match="too many values to unpack"):
-        check(data, Calls(take_one), CROSS_ENTROPY)
+def take_one(x: torch.Tensor, model: torch.nn.Module) -> None:
+    (_,) = x
 
 
 class AddsLayer(Callback):
@@ -279,11 +267,26 @@ class AddsLayer(Callback):
         """It would add a layer here."""
 
 
-def test_a_model_that_a_callback_completes_is_not_tried(data: Data) -> None:
-    incomplete = Calls(lambda x, model: model.head)
-    check(data, incomplete, CROSS_ENTROPY, callbacks=(AddsLayer(),))
-    with pytest.raises(InvalidInput, match="no attribute 'head'"):
-        check(data, incomplete, CROSS_ENTROPY, callbacks=(EarlyStopping(),))
+@pytest.mark.parametrize(
+    ("call", "works", "fails", "sentence"),
+    [
+        # On as many rows as a step has, more than two where the model compares several.
+        (lambda x, model: x.topk(5, dim=0), {}, {"batch_size": 4}, "selected index k out of range"),
+        (take_one, {"batch_size": 1}, {}, "too many values to unpack"),
+        # Not at all where a callback completes the model.
+        (lambda x, model: model.head, {"callbacks": AddsLayer()}, {"callbacks": EarlyStopping()}, "'head'"),
+    ],
+)
+def test_a_model_is_tried_as_it_is_trained(
+    data: Data, call: Any, works: dict[str, Any], fails: dict[str, Any], sentence: str
+) -> None:
+    def try_model(batch_size: int = 8, callbacks: Callback | None = None) -> None:
+        changes = {} if callbacks is None else {"callbacks": (callbacks,)}
+        check(data, Calls(call), CROSS_ENTROPY, {"batch_size": batch_size}, **changes)
+
+    try_model(**works)
+    with pytest.raises(InvalidInput, match=sentence):
+        try_model(**fails)
 
 
 def test_the_forward_pass_of_several_losses_is_under_autocast(data: Data) -> None:

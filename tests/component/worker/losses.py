@@ -22,6 +22,7 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
+from tests.component.injected_faults import list_workers
 from tests.component.worker.moments import HeldProgram
 from tests.journals import keep_journal
 
@@ -102,11 +103,7 @@ class Job(JobListener):
         return result
 
     def workers(self) -> list[psutil.Process]:
-        """The training process of each living slot, in the order of the slots' numbers; spares are younger."""
-        slots = [psutil.Process(pid) for _, pid in sorted(self.cluster.slots().items())]
-        return [
-            min(slot.children(), key=lambda child: child.create_time()) for slot in slots if slot.children()
-        ]
+        return list_workers(self.cluster)
 
     # ---- discovery
 

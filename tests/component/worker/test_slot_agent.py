@@ -33,6 +33,7 @@ from spark_elastic.worker.child import CLOSE_WAIT, Child
 from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.pickling import pickle_for_workers
 from spark_elastic.worker.slot_agent import SlotAgent
+from tests.component.injected_faults import is_training_process
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, Driver, start_driver
 from tests.patience import until
 
@@ -104,17 +105,10 @@ def await_children(count: int) -> list[psutil.Process]:
     """The slot's processes, oldest first, once there are so many. Other children are of other tests' fixtures."""
 
     def find_all() -> list[psutil.Process]:
-        living = [child for child in psutil.Process().children() if _is_training_process(child)]
+        living = [child for child in psutil.Process().children() if is_training_process(child)]
         return living if len(living) == count else []
 
     return sorted(until(find_all, 60.0), key=lambda child: child.create_time())
-
-
-def _is_training_process(child: psutil.Process) -> bool:
-    try:
-        return "spark_elastic.worker.entry" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Prepared(CountingProgram):

@@ -23,9 +23,9 @@ import pytest
 from sklearn.linear_model import LinearRegression
 
 from spark_elastic.clusters.run import call as running
-from spark_elastic.clusters.run import captures
+from spark_elastic.clusters.run import user_code
 from spark_elastic.clusters.run.call import decode_results, prepare
-from spark_elastic.clusters.run.early_imports import find_in_source
+from spark_elastic.clusters.run.user_code import find_in_source
 from spark_elastic.driver.job import LaunchResult
 from spark_elastic.errors import InvalidInput
 from spark_elastic.monitoring.report import JobReport
@@ -174,14 +174,14 @@ def test_captured_objects_are_found_in_defaults_and_arguments() -> None:
 
 def test_java_objects_are_refused_and_plain_values_of_pyspark_are_not() -> None:
     with pytest.raises(InvalidInput, match="Java object"):
-        captures.dumps(make_object("JavaObject", "py4j.java_gateway"))
+        user_code.dumps(make_object("JavaObject", "py4j.java_gateway"))
     row = make_object("Row", "pyspark.sql.types")
-    assert captures._find_driver_only_kind(row) is None
+    assert user_code._find_driver_only_kind(row) is None
 
 
 def test_functions_are_pickled_as_by_cloudpickle() -> None:
     numbers = [1, 2]
-    fn, args, kwargs = cloudpickle.loads(captures.dumps((lambda x: (x, numbers), (3,), {})))
+    fn, args, kwargs = cloudpickle.loads(user_code.dumps((lambda x: (x, numbers), (3,), {})))
     assert fn(*args, **kwargs) == (3, [1, 2])
 
 
@@ -219,7 +219,7 @@ def test_a_call_on_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pickling_tells_which_modules_loading_will_import() -> None:
     modules: dict[str, None] = {}
-    captures.dumps([partial(json.dumps), np.float32, SessionHolder(None)], modules=modules)
+    user_code.dumps([partial(json.dumps), np.float32, SessionHolder(None)], modules=modules)
     assert {"json", "numpy", __name__} <= {*modules}
 
 

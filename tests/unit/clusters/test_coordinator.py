@@ -14,11 +14,13 @@ from spark_elastic.clusters.coordinator import (
     CLIENT,
     COORDINATOR,
     MOST_IDLE,
+    ChannelEnd,
     ClientCall,
     Coordinator,
     CoordinatorClient,
     JobEnd,
     RemoteLauncher,
+    StoreChannel,
     check_config,
     resume_after_coordinator_loss,
 )
@@ -31,7 +33,6 @@ from spark_elastic.monitoring.report import JobReport
 from spark_elastic.protocol.events import CancelRequested, LaunchEnded, SlotsWanted
 from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.rendezvous import codec
-from spark_elastic.runs.store_channel import ChannelEnd, StoreChannel
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 
@@ -62,11 +63,11 @@ def make_client(launcher: Any, clock: FakeClock, store: Store | None = None) -> 
 
 
 def test_the_end_of_the_coordinators_job_is_that_of_the_clients() -> None:
-    end = JobEnd(JobReport(3.0).to_json(), ("1", "2"))
+    end = JobEnd(JobReport(3.0), ("1", "2"))
     launched = codec.read(JobEnd, codec.to_plain(end)).unpack()
     assert (launched.results, launched.report.seconds) == (("1", "2"), 3.0)
     with pytest.raises(WorkerFailed, match="no such luck") as failed:
-        JobEnd(JobReport(seconds=3.0).to_json(), error="WorkerFailed", text="no such luck").unpack()
+        JobEnd(JobReport(seconds=3.0), error="WorkerFailed", text="no such luck").unpack()
     assert failed.value.report.seconds == 3.0
     with pytest.raises(JobFailed, match="of a later release"):
         JobEnd(error="Unknown", text="of a later release").unpack()

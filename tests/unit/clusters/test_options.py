@@ -15,8 +15,13 @@ from spark_elastic.clusters.run.call import parse_options as parse
 from spark_elastic.config import ElasticConfig
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker import function_program
-from spark_elastic.worker.function_program import ResultStore, StoredResult, Torchrun, make_torchrun_variables
-from spark_elastic.worker.script import Script
+from spark_elastic.worker.function_program import (
+    ResultStore,
+    Script,
+    StoredResult,
+    Torchrun,
+    make_torchrun_variables,
+)
 from tests.fake_group import FakeFabric
 from tests.worlds import enter_group, use_context_per_thread
 

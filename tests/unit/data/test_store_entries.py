@@ -15,7 +15,7 @@ from spark_elastic.clusters import store_cli
 from spark_elastic.data.store import Store, list_entries, remove_old_entries
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 
 OLD, READ = "0" * 32, "f" * 32  # data sets
 ENDED = "[*op]*"  # a run whose name is a pattern of "open"

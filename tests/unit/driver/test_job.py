@@ -23,7 +23,7 @@ from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
 from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.rendezvous.server import RendezvousServer
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 from tests.memory_store import make_memory_store
 
 

@@ -28,7 +28,7 @@ from spark_elastic.estimators.fit_rows import (
     plan_rows,
 )
 from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 from tests.unit.estimators.requests import request
 
 

@@ -32,7 +32,7 @@ from spark_elastic.estimators.fitting import (
 from spark_elastic.estimators.torch_estimator import TORCH
 from spark_elastic.estimators.validation import FitRequest
 from spark_elastic.protocol.types import Limits
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import OwnedRun
 from spark_elastic.training.torch.spec import TorchUserObjects
 from tests.memory_store import make_memory_store
 from tests.unit.estimators.requests import request

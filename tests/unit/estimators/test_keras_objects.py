@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import random
 from contextlib import nullcontext
@@ -25,7 +26,6 @@ from spark_elastic.estimators.keras_objects import (
     compile_model,
     find_activation,
 )
-from spark_elastic.estimators.outputs import count_numbers
 from spark_elastic.tensorflow import SyncBatchNormalization
 from spark_elastic.training.keras.archive import Archive, collect_custom_objects
 from spark_elastic.training.keras.batching import order_labels
@@ -348,7 +348,7 @@ def test_columns_of_inputs_and_outputs_are_found_by_key_or_name(nested: str) -> 
     kept, total = predictor.predict([np.array([1.0, 2.0]), np.array([10.0, 20.0])])
     np.testing.assert_allclose(kept, [[1.0, 1.0], [2.0, 2.0]])
     np.testing.assert_allclose(total, [[11.0], [22.0]])
-    assert [count_numbers(shape) for shape in predictor.shapes()] == [2, 1]
+    assert [math.prod(shape) for shape in predictor.shapes()] == [2, 1]
     ours = order_labels(model, model.output, labels)
     assert ours == (["kept", "sum"] if nested == "dict" else ["sum", "kept"])
     extra = ElasticKerasModel(predictor, None)._extra()

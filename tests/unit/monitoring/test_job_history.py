@@ -152,8 +152,8 @@ def test_history_entries_are_bounded_and_repeated_ones_are_merged() -> None:
     job = SimulatedJob(1)
     for number in range(1000):
         job.history.on_transition(on.Tick(0.0), (LaunchSlot("wanted", number),), None)
-    (entry,) = job.history.view().entries
+    (entry,) = job.history._entries
     assert (entry["kind"], entry["times"]) == ("launch slot", 1000)
     for _ in range(2 * MAX_ENTRIES):
         job.on(on.WorkerStalled(0, "x", Fence(1, 1), "stuck"))
-    assert len(job.history.view().entries) == MAX_ENTRIES
+    assert len(job.history._entries) == MAX_ENTRIES

@@ -18,7 +18,6 @@ from spark_elastic.monitoring.job_history import (
     LOST_SECONDS,
     MAX_SLOTS,
     JobHistory,
-    build_status,
     build_status_pages,
     format_prometheus,
 )
@@ -52,7 +51,7 @@ def create_job(workers: int) -> SimulatedJob:
 
 
 def read_status(job: SimulatedJob) -> dict[str, Any]:
-    return build_status(job.history, "job")
+    return job.history.build_status("job")
 
 
 def test_the_status_of_a_training_without_reports_has_no_throughput() -> None:
@@ -143,7 +142,7 @@ def test_the_script_of_the_page_shows_a_saved_report(tmp_path: Path) -> None:
     for step in range(20):
         job.now += 0.5
         job.report(step, loss=118.9 * 0.6**step, a_very_large_number=4.25e12)
-    shown = run_script(save_page(build_status(job.history, "mine")), tmp_path)
+    shown = run_script(save_page(job.history.build_status("mine")), tmp_path)
     assert shown["times"] == "–,1 min 0 s,2 min 0 s,28 min 0 s,1 h 0 min,2 h 0 min"
     assert find_text(shown["name"]) == "mine"
     assert find_text(shown["loss-title"]) == "Loss (logarithmic scale)"
@@ -210,7 +209,7 @@ def test_the_status_of_a_large_job_is_bounded() -> None:
 
 
 def test_a_job_that_has_not_begun_has_a_status() -> None:
-    seen = build_status(JobHistory(FakeClock()), "job")
+    seen = JobHistory(FakeClock()).build_status("job")
     assert (seen["stage"], seen["slots"]) == ("starting", [])
     assert b"spark_elastic_world_size" in format_prometheus(seen)
 
@@ -225,7 +224,7 @@ def test_infinities_and_nan_are_null_in_the_status() -> None:
 def test_metrics_have_the_prometheus_text_format() -> None:
     job = create_job(3)
     job.history.on_progress({"epoch": 0, "step": 4, "loss": math.inf, "val_loss": 0.5})
-    lines = format_prometheus(build_status(job.history, 'a "job"\\')).decode().splitlines()
+    lines = format_prometheus(job.history.build_status('a "job"\\')).decode().splitlines()
     number = r"(-?[\d.e+-]+|Inf|NaN)"
     sample = re.compile(r'spark_elastic_\w+\{job_name="a \\"job\\"\\\\"(,\w+="[\w ]+")?\} ' + number)
     assert [line for line in lines if not line.startswith("#") and not sample.fullmatch(line)] == []

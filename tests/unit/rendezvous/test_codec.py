@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from spark_elastic.clusters.local.slot import LocalSlot
+from spark_elastic.clusters.local.launcher import LocalSlot
 from spark_elastic.protocol.messages import (
     DriverRequest,
     Heartbeat,

@@ -23,7 +23,7 @@ def _world(generation: int, *workers: str) -> World:
 
 
 def test_r10_an_older_abort_is_ignored() -> None:
-    state = ServerState(1)
+    state = ServerState()
     state.publish(_world(1, "1-0.1"))
     state.publish(_world(2, "1-0.1"))
     state.abort(Fence(1, 1), "late")
@@ -34,7 +34,7 @@ def test_r10_an_older_abort_is_ignored() -> None:
 def test_what_a_member_is_told_does_not_grow_with_its_world() -> None:
     sizes = []
     for size in (65, 10_000):
-        state = ServerState(1)
+        state = ServerState()
         workers = [f"{rank + 10000}-0.1" for rank in range(size)]
         state.addresses.update((WorkerId(worker), f"10.0.0.1:{worker[:5]}") for worker in workers)
         state.publish(_world(1, *workers[1:], workers[0]))
@@ -47,7 +47,7 @@ def test_what_a_member_is_told_does_not_grow_with_its_world() -> None:
 
 def test_the_first_reason_of_an_abort_and_of_the_jobs_end_stays() -> None:
     for decide in (lambda state, reason: state.abort(Fence(1, 1), reason), ServerState.end):
-        state = ServerState(1)
+        state = ServerState()
         state.publish(_world(1, "1-0.1"))
         decide(state, "first")
         decide(state, "second")

@@ -20,16 +20,22 @@ from fsspec.implementations.local import LocalFileSystem
 
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.store import Store
-from spark_elastic.driver.run_board import RunBoard
+from spark_elastic.driver.run_board import RunBoard, Shown
 from spark_elastic.errors import JobCancelled, StoreError
 from spark_elastic.protocol.commands import PublishCheckpoint
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.messages import CheckpointStoreFull, CheckpointWritten
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
-from spark_elastic.runs import owned_run
-from spark_elastic.runs.checkpoint import CheckpointStore, CheckpointWriter, format_checkpoint_name
+from spark_elastic.runs import checkpoint
+from spark_elastic.runs.checkpoint import (
+    Checkpointer,
+    CheckpointPolicy,
+    CheckpointStore,
+    OwnedRun,
+    format_checkpoint_name,
+)
 from spark_elastic.runs.ledger import Ledger
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.snapshot import PickleCodec, Snapshot
 from tests.memory_store import make_memory_store
 from tests.unit.protocol.driver_bench import Bench, name
 
@@ -37,6 +43,14 @@ from tests.unit.protocol.driver_bench import Bench, name
 @pytest.fixture(params=["folder", "objects"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return Store.open(str(tmp_path) if request.param == "folder" else f"memory://{uuid.uuid4().hex}")
+
+
+def make_checkpointer(store: Store, told: list[Any], codec: PickleCodec | None = None) -> Checkpointer:
+    return Checkpointer(store, CheckpointPolicy("r"), SystemClock(), codec or PickleCodec(), told.append)
+
+
+def make_snapshot(step: int) -> Snapshot:
+    return Snapshot(at(step), bytes(500), np.zeros(400, np.uint8))
 
 
 def at(step: int) -> Position:
@@ -132,10 +146,10 @@ def test_a_damaged_checkpoint_gives_way(
 
 def test_r10_each_driver_takes_an_attempt_of_its_own(store: Store) -> None:
     with ThreadPoolExecutor(4) as pool:
-        taken = pool.map(lambda _: owned_run.acquire_attempt(store, "r"), range(4))
+        taken = pool.map(lambda _: checkpoint.acquire_attempt(store, "r"), range(4))
     assert sorted(taken) == [1, 2, 3, 4]
-    assert owned_run.find_highest_attempt(store, "r") == 4
-    assert owned_run.find_highest_attempt(store, "another") == 0
+    assert checkpoint.find_highest_attempt(store, "r") == 4
+    assert checkpoint.find_highest_attempt(store, "another") == 0
 
 
 @pytest.mark.parametrize("lost", ["000002", "*"])
@@ -163,11 +177,11 @@ def test_r18_only_the_holder_removes_a_run_without_checkpoints(store: Store) -> 
     first, second = acquire_run(store), acquire_run(store)
     first.delete_run("runs/r/rows")
     first.delete_objects("runs/r/rows")
-    assert owned_run.find_highest_attempt(store, "r") == 2
+    assert checkpoint.find_highest_attempt(store, "r") == 2
     assert store.exists("runs/r/run.json")
     assert store.exists("runs/r/rows/a")
     second.delete_run("runs/r/rows")
-    assert owned_run.find_highest_attempt(store, "r") == 0
+    assert checkpoint.find_highest_attempt(store, "r") == 0
     assert not store.find("runs/r")
     assert store.list("runs") == []
 
@@ -201,7 +215,7 @@ def test_the_holder_publishes_and_deletes(store: Store) -> None:
     run = OwnedRun.acquire(store, "r")
     lost: list[DriverEvent] = []
     first, second = write_checkpoint(store, 1), write_checkpoint(store, 2)
-    with RunBoard(run, dict, lost.append, SystemClock()) as board:
+    with RunBoard(run, Shown, lost.append, SystemClock()) as board:
         board.publish((first,))
         board.publish((second,))
     assert not lost
@@ -214,7 +228,7 @@ def test_an_unpublished_checkpoint_is_deleted_once_a_newer_one_counts(store: Sto
     """What a dead attempt left, what was superseded before it was told; not what may be about to be told."""
     left, old = write_checkpoint(store, 9), write_checkpoint(store, 3)
     CheckpointStore(store, "r").publish(1, [old])
-    owned_run.acquire_attempt(store, "r")
+    checkpoint.acquire_attempt(store, "r")
     run = OwnedRun.acquire(store, "r")
     late, new, next_one = (write_checkpoint(store, step, run.attempt) for step in (4, 5, 6))
     store.write_bytes(f"runs/r/checkpoints/{late.name[:-1]}3/a", b"half")
@@ -238,7 +252,7 @@ def test_r10_a_driver_that_lost_the_run_publishes_nothing_and_names_the_holder(s
     old = OwnedRun.acquire(store, "r")
     lost: list[Any] = []
     assert OwnedRun.acquire(store, "r").attempt == 2
-    with RunBoard(old, dict, lost.append, SystemClock()) as board:
+    with RunBoard(old, Shown, lost.append, SystemClock()) as board:
         board.publish((write_checkpoint(store, 1),))
     by = f"attempt 2, process {os.getpid()} on {socket.gethostname()}"
     (cancelled,) = lost
@@ -258,22 +272,24 @@ def test_a_run_that_somebody_removed_is_not_said_to_be_another_drivers(store: St
 def test_a_newer_checkpoint_is_preferred(store: Store, fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     told: list[Checkpoint] = []
     free, busy = threading.Event(), threading.Event()
-    writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
 
-    def capture_slowly() -> dict[str, bytes]:
-        busy.set()
-        assert free.wait(20.0)
-        if fails:
-            raise MemoryError("no room for the bytes")
-        return {"a": b"1"}
+    class SlowCodec(PickleCodec):
+        def dumps(self, values: Any) -> bytes:
+            if not busy.is_set():
+                busy.set()
+                assert free.wait(20.0)
+                if fails:
+                    raise MemoryError("no room for the bytes")
+            return super().dumps(values)
 
+    checkpointer = make_checkpointer(store, told, SlowCodec())
     with caplog.at_level(logging.ERROR, "spark_elastic"):
-        writer.offer(Fence(1, 2), at(1), capture_slowly)
+        checkpointer.offer(Fence(1, 2), make_snapshot(1))
         assert busy.wait(20.0)
         for step in (2, 3):
-            writer.offer(Fence(1, 2), at(step), lambda step=step: {"a": b"%d" % step})  # type: ignore[misc]
+            checkpointer.offer(Fence(1, 2), make_snapshot(step))
         free.set()
-        writer.close()
+        checkpointer.close()
     assert [checkpoint.position.step for checkpoint in told] == ([3] if fails else [1, 3])
     assert ("no room for the bytes" in caplog.text) is fails
 
@@ -286,15 +302,15 @@ def test_a_full_store_keeps_checkpointing_the_oldest_gives_way(caplog: pytest.Lo
     run = OwnedRun.acquire(store, "r")
     told: list[Checkpoint | None] = []
     with caplog.at_level(logging.WARNING, "spark_elastic"):
-        writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
+        checkpointer = make_checkpointer(store, told)
         for step in range(1, 12):
-            writer.offer(Fence(1, 1), at(step), lambda: {"values": bytes(500), "memory": bytes(400)})
-            writer.flush()
+            checkpointer.offer(Fence(1, 1), make_snapshot(step))
+            checkpointer.flush()
             answer, full = told[-1], CheckpointStoreFull(name(1), told.count(None))
             for command in bench.on(full if answer is None else CheckpointWritten(name(1), answer)):
                 assert isinstance(command, PublishCheckpoint)
                 run.publish_now(command.checkpoints)
-        writer.close()
+        checkpointer.close()
     published = CheckpointStore(store, "r").read_published()
     assert [each.position.step for each in published] == [11, 10]
     assert all(CheckpointStore(store, "r").read(each) for each in published)
@@ -310,12 +326,12 @@ def test_a_full_store_is_one_warning_and_no_half_checkpoint(caplog: pytest.LogCa
     store = make_memory_store()
     limit_room(store, 700)
     told: list[Checkpoint | None] = []
-    writer = CheckpointWriter(CheckpointStore(store, "r"), told.append)
+    checkpointer = make_checkpointer(store, told)
     with caplog.at_level(logging.WARNING, "spark_elastic"):
         for step in range(5):
-            writer.offer(Fence(1, 1), at(step), lambda: {"values": bytes(500), "memory": bytes(400)})
-            writer.flush()
-        writer.close()
+            checkpointer.offer(Fence(1, 1), make_snapshot(step))
+            checkpointer.flush()
+        checkpointer.close()
     assert told == [None] * 5
     assert len(caplog.records) == 1
     assert not store.find("runs/r")

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +20,6 @@ from spark_elastic.runs import checkpoint
 from spark_elastic.runs.checkpoint import (
     Checkpointer,
     CheckpointPolicy,
-    CheckpointStore,
-    CheckpointWriter,
     SnapshotReader,
 )
 from spark_elastic.runs.handlers import StateHandler
@@ -107,9 +105,9 @@ class UserState(State):
     def sync(self) -> None: ...
 
 
-def make_checkpointer() -> Checkpointer:
-    policy = CheckpointPolicy("run")
-    return Checkpointer(make_memory_store(), policy, SystemClock(), PickleCodec(), lambda report: None)
+def make_checkpointer(told: list[Checkpoint] | None = None) -> Checkpointer:
+    policy, report = CheckpointPolicy("run"), ([] if told is None else told).append
+    return Checkpointer(make_memory_store(), policy, SystemClock(), PickleCodec(), report)
 
 
 def _fail_if_called(state: State) -> None:
@@ -164,6 +162,25 @@ class SlowStore:
         return Checkpoint(fence, position, "name", "digest")
 
 
+def use_store(store: SlowStore, told: list[Checkpoint], monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "CheckpointStore", lambda *given: store)
+        return make_checkpointer(told)
+
+
+def make_snapshot(step: int) -> Snapshot:
+    return Snapshot(Position(0, Phase.TRAIN, step), {}, np.zeros(1, np.uint8))
+
+
+FENCE, OFFERED = Fence(1, 1), make_snapshot(7)
+
+
+def start_writing(store: SlowStore, told: list[Checkpoint], monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
+    writer = use_store(store, told, monkeypatch)
+    writer.offer(FENCE, OFFERED)
+    return writer
+
+
 @pytest.mark.parametrize(
     ("failures", "offered", "written"),
     [
@@ -176,23 +193,12 @@ def test_p7_only_what_this_world_has_written_is_not_written_again(
 ) -> None:
     store = SlowStore(failures)
     store.answers.set()
-    monkeypatch.setattr(checkpoint, "CheckpointStore", lambda *given: store)
-    checkpointer = make_checkpointer()
+    checkpointer = use_store(store, [], monkeypatch)
     for generation, step in offered:
-        position = Position(0, Phase.TRAIN, step)
-        checkpointer.offer(Fence(1, generation), Snapshot(position, {}, np.zeros(1, np.uint8)))
+        checkpointer.offer(Fence(1, generation), make_snapshot(step))
         checkpointer.flush()
     assert store.written == written
     checkpointer.close()
-
-
-FENCE, POSITION = Fence(1, 1), Position(0, Phase.TRAIN, 7)
-
-
-def start_writer(store: SlowStore, told: list[Checkpoint]) -> CheckpointWriter:
-    writer = CheckpointWriter(cast("CheckpointStore", store), told.append)
-    writer.offer(FENCE, POSITION, dict)
-    return writer
 
 
 def test_p7_the_writer_waits_for_a_slow_store_and_logs_it(
@@ -200,7 +206,7 @@ def test_p7_the_writer_waits_for_a_slow_store_and_logs_it(
 ) -> None:
     monkeypatch.setattr(checkpoint, "WARN_INTERVAL", 0.02)
     store, told = SlowStore(), list[Checkpoint]()
-    writer = start_writer(store, told)
+    writer = start_writing(store, told, monkeypatch)
     with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
         flushing = pool.submit(writer.flush)
         try:
@@ -209,7 +215,7 @@ def test_p7_the_writer_waits_for_a_slow_store_and_logs_it(
         finally:
             store.answers.set()
         flushing.result(45)
-    assert [checkpoint.position for checkpoint in told] == [POSITION]
+    assert [checkpoint.position for checkpoint in told] == [OFFERED.position]
     writer.close()
 
 
@@ -219,7 +225,7 @@ def test_a_store_that_never_answers_ends_the_wait_and_is_named(
     monkeypatch.setattr(checkpoint, "WARN_INTERVAL", 0.02)
     monkeypatch.setattr(checkpoint, "FLUSH_TIMEOUT", 0.04)
     store, told = SlowStore(), list[Checkpoint]()
-    writer = start_writer(store, told)
+    writer = start_writing(store, told, monkeypatch)
     writer.flush()
     assert "given up: the store does not answer" in caplog.text
     assert not told
@@ -227,15 +233,15 @@ def test_a_store_that_never_answers_ends_the_wait_and_is_named(
     writer.close()
 
 
-@pytest.mark.parametrize(("failures", "told"), [(1, [POSITION]), (2, [])])
+@pytest.mark.parametrize(("failures", "told"), [(1, [OFFERED.position]), (2, [])])
 def test_p7_a_checkpoint_that_fails_after_it_was_offered_again_is_written_again(
-    failures: int, told: list[Position]
+    failures: int, told: list[Position], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the last commit of a job, which nothing offers a third time."""
     store, written = SlowStore(failures), list[Checkpoint]()
-    writer = start_writer(store, written)
+    writer = start_writing(store, written, monkeypatch)
     assert store.asked.wait(45)
-    writer.offer(FENCE, POSITION, dict)
+    writer.offer(FENCE, OFFERED)
     store.answers.set()
     writer.flush()
     assert [checkpoint.position for checkpoint in written] == told
@@ -247,12 +253,12 @@ def test_p7_a_writer_whose_thread_cannot_start_writes_the_next_checkpoint(
 ) -> None:
     refuse_next_thread(monkeypatch)
     store, told = SlowStore(), list[Checkpoint]()
-    writer = start_writer(store, told)
+    writer = start_writing(store, told, monkeypatch)
     assert "checkpoint not written: can't start new thread" in caplog.text
     store.answers.set()
     writer.flush()
     assert not told
-    writer.offer(FENCE, POSITION, dict)
+    writer.offer(FENCE, OFFERED)
     writer.flush()
     assert len(told) == 1
     writer.close()

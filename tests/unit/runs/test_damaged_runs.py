@@ -23,7 +23,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.run import attached
 from spark_elastic.data.manifest import Column, Manifest, RowGroup, RowGroups
 from spark_elastic.data.store import Store, list_entries
-from spark_elastic.driver.run_board import RunBoard, encode_request, requests_folder, status_name
+from spark_elastic.driver.run_board import RunBoard, Shown, encode_request, requests_folder, status_name
 from spark_elastic.errors import ElasticError
 from spark_elastic.estimators.fit_rows import RowRecord, RunRecord, RunResult
 from spark_elastic.monitoring.report import JobReport
@@ -31,8 +31,7 @@ from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import DrainRequested
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position
 from spark_elastic.rendezvous import codec
-from spark_elastic.runs.checkpoint import CheckpointStore
-from spark_elastic.runs.owned_run import OwnedRun
+from spark_elastic.runs.checkpoint import CheckpointStore, OwnedRun
 from tests.memory_store import make_memory_store
 from tests.unit.runs.forgetful_disk import DiskFull, DiskRecorder, Loss
 
@@ -71,9 +70,9 @@ class RunInStore:
         save_record(self.store, "", "data/x/part").save(self.store, "data/manifest.json")
         RunResult("runs/r/model", "", "", 1, [{"loss": 1.0}], 5).save(self.store, RUN)
         self.posted: list[Any] = []
-        end = codec.to_plain(End("it is over", JobOutcome.SUCCESS, ("{}",)))
-        shown = {"status": {"stage": "ended"}, "report": JobReport().to_json(), "beat": 1, "end": end}
-        self.store.write_bytes(status_name(RUN, 1), json.dumps(shown).encode())
+        end = End("it is over", JobOutcome.SUCCESS, ("{}",))
+        shown = Shown({"stage": "ended"}, JobReport(), end, beat=1)
+        self.store.write_bytes(status_name(RUN, 1), json.dumps(codec.to_plain(shown)).encode())
         self.request = f"{requests_folder(RUN)}/000001-x"
         self.store.write_bytes(self.request, encode_request(DrainRequested(0, "why", host="h")))
 
@@ -114,7 +113,7 @@ class RunInStore:
             job.result()
 
     def read_requests(self) -> None:
-        RunBoard(self.run, dict, self.posted.append, SystemClock())._read_requests()
+        RunBoard(self.run, Shown, self.posted.append, SystemClock())._read_requests()
         assert not self.store.exists(self.request), "it would keep those behind it from being read"
 
     def read_key(self) -> None:

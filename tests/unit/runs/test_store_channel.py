@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from spark_elastic.data.store import Store
-from spark_elastic.errors import StoreError
-from spark_elastic.runs.store_channel import (
+from spark_elastic.clusters.coordinator import (
     POLL_EVERY,
     SEND_EVERY,
     SILENT_AFTER,
@@ -18,6 +16,8 @@ from spark_elastic.runs.store_channel import (
     StoreChannel,
     wait_until_silent,
 )
+from spark_elastic.data.store import Store
+from spark_elastic.errors import StoreError
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 

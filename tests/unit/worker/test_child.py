@@ -185,7 +185,7 @@ ctypes.PyDLL(None).pthread_exit(None)
 
 SCRIPT = """
 import sys
-from spark_elastic.worker.script import Script
+from spark_elastic.worker.function_program import Script
 
 def run(path):
     Script.read(path)()

@@ -18,9 +18,8 @@ from elastic_collectives import MismatchError
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.process_sets import ProcessSet, add_process_set, get_process_set_ids_and_ranks
 from spark_elastic.worker.context import get_context
-from spark_elastic.worker.function_program import FunctionProgram
+from spark_elastic.worker.function_program import PORTS, FunctionProgram, Module, Script, find_free_port
 from spark_elastic.worker.program import Completed, WorkerHandle, decode_result
-from spark_elastic.worker.script import PORTS, Module, Script, find_free_port
 from tests.fake_group import FakeFabric
 from tests.worlds import enter_group, use_context_per_thread
 

@@ -15,6 +15,7 @@ from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import INITIAL_VERSION, START
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES
 from spark_elastic.worker import program as raised_module
+from spark_elastic.worker.function_program import Script
 from spark_elastic.worker.program import (
     LINE_AT_MOST,
     RESULT_AT_MOST,
@@ -25,7 +26,6 @@ from spark_elastic.worker.program import (
     encode_result,
     format_traceback,
 )
-from spark_elastic.worker.script import Script
 
 
 def catch(error: Exception) -> Exception:
@@ -128,7 +128,7 @@ def test_code_in_a_folder_with_a_similar_name_counts_as_the_users() -> None:
     beside = f"{Path(raised_module.__file__).parents[1]}_of_mine.py"
     code = compile("def step():\n    int('x')\nstep()", beside, "exec")
     assert format_raised(lambda: exec(code, {"int": as_number})).count(beside) == 2
-    assert "script.py" in format_raised(lambda: Script.read("missing.py")), "all its frames"
+    assert "function_program.py" in format_raised(lambda: Script.read("missing.py")), "all its frames"
 
 
 def test_any_picklable_result_comes_back_equal() -> None:

@@ -1,8 +1,8 @@
-"""A client of Spark Connect that fits: `python connect_fit_job.py MASTER FOLDER`; its last line is JSON, what it saw.
+"""Programs whose session has no SparkContext, or a part of one; what a program saw is its last line, as JSON.
 
-First beside the executors' reach, with a worker killed; then out of it, with the coordinator's executor killed. Its
-session refuses what Databricks' documentation of standard access mode (Unity Catalog) says that it does: the
-SparkContext and its functions, RDDs, Spark's JVM objects and settings other than Spark SQL's.
+    python -m tests.spark.client_programs NAME MASTER FOLDER
+
+A session of Spark Connect and a classic one cannot live in one process, hence these.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
+import secrets
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import psutil
 import torch
+from py4j.clientserver import JavaClient
+from py4j.protocol import Py4JError
 
 from spark_elastic.clusters.spark import payload
 from spark_elastic.data.store import Store
@@ -27,6 +30,62 @@ from spark_elastic.runs.checkpoint import CheckpointStore
 from spark_elastic.training.torch.callbacks import progress
 from tests.component.torch.job import ledger_of
 from tests.spark import estimators
+from tests.spark.cluster import find_executor, start_session
+
+SECRET = "marked-7f3a9c51e0"
+
+
+def look() -> tuple[int, str]:
+    """The length of a worker's secret, and its GPUs."""
+    return len(os.environ["TOKEN"]), os.environ.get("CUDA_VISIBLE_DEVICES", "any")
+
+
+def read_sentence(call: Any) -> str:
+    from spark_elastic.errors import ElasticError
+
+    try:
+        call()
+    except ElasticError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def connect(master: str, **settings: str) -> Any:
+    from pyspark.sql import SparkSession
+
+    usual = {"spark.ui.enabled": "false", "spark.executor.memory": "512m"}
+    return SparkSession.builder.remote(master).config(map=usual | settings).getOrCreate()
+
+
+def run_over_connect(master: str, folder: Path) -> dict[str, Any]:
+    """A run, and a fit with a worker killed; what cannot work is said before any job. The folder gets an event log."""
+    import spark_elastic
+
+    keys: list[str] = []
+    make = secrets.token_bytes
+
+    def make_key(size: int | None = None) -> bytes:
+        made = make(size)
+        if size == 32:
+            keys.append(made.hex())
+        return made
+
+    secrets.token_bytes = make_key
+    (folder / "events").mkdir()
+    logged = {"enabled": "true", "dir": (folder / "events").as_uri(), "compress": "false"}
+    spark = connect(master, **{f"spark.eventLog.{name}": value for name, value in logged.items()})
+    seen: dict[str, Any] = {
+        "number": read_sentence(lambda: spark_elastic.run(look)),
+        "ship": read_sentence(lambda: spark_elastic.run(look, num_workers=2, ship=True)),
+        "results": list(spark_elastic.run(look, num_workers=2, env={"TOKEN": SECRET}, device="cpu")),
+        "fit": estimators.fit_through_a_kill(spark, folder),
+    }
+    spark.stop()
+    return {**seen, "keys": keys}
+
+
+# ---- as clusters in standard access mode
+
 
 EPOCHS = 8
 NOBODY = "127.0.0.77"  # where nobody listens: what the client says of itself
@@ -79,14 +138,14 @@ class Coordinators(logging.Handler):
         text = record.getMessage()
         if "runs in a task, at " in text:
             self.addresses.append(text.rpartition(" ")[2])
-        if "will run in a task" in text or "continues from" in text:
+        if "will run in a task" in text or "the run continues from" in text:
             self.told.append(text)
 
     def inject_fault(self, gate: Path) -> None:
         """Blocks until it has struck; opens the gate behind which the workers wait."""
         while not (self.addresses and self.kept.read_published()):
             time.sleep(0.1)
-        os.kill(find_executor_pid(listener(self.addresses[0])), signal.SIGKILL)
+        find_executor(psutil.Process(find_listener(self.addresses[0]))).kill()
         gate.touch()
 
 
@@ -104,20 +163,13 @@ class GatedNet(estimators.Net):
         return super().forward(x)
 
 
-def listener(address: str) -> int:
+def find_listener(address: str) -> int:
     """The process that listens there."""
     port = int(address.rpartition(":")[2])
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
             return connection.pid
     raise LookupError(f"nobody listens at {address}")
-
-
-def find_executor_pid(pid: int) -> int:
-    for process in [psutil.Process(pid), *psutil.Process(pid).parents()]:
-        if any("CoarseGrainedExecutorBackend" in word for word in process.cmdline()):
-            return process.pid
-    raise LookupError(f"process {pid} belongs to no executor")
 
 
 def fit_beside(spark: Any, folder: Path) -> dict[str, Any]:
@@ -198,22 +250,67 @@ def keras(spark: Any, folder: Path) -> list[float]:
     return [epoch["loss"] for epoch in model.history]
 
 
-def main(master: str, folder: str) -> None:
-    from pyspark.sql import SparkSession
+def fit_over_connect(master: str, folder: Path) -> dict[str, Any]:
+    """First beside the executors' reach, with a worker killed; then out of it, with the coordinator's executor killed.
 
+    The session refuses what Databricks' documentation of standard access mode (Unity Catalog) says that it does: the
+    SparkContext and its functions, RDDs, Spark's JVM objects and settings other than Spark SQL's.
+    """
     logging.basicConfig(level=logging.WARNING)
-    for module in (estimators, sys.modules[__name__]):
-        cloudpickle.register_pickle_by_value(module)
-    builder = SparkSession.builder.remote(master).config("spark.ui.enabled", "false")
-    spark = builder.config("spark.executor.memory", "512m").getOrCreate()
-    folder_path, asked = Path(folder), refuse()
+    spark, asked = connect(master), refuse()
     seen = {
-        "beside": fit_beside(spark, folder_path),
-        "afar": fit_afar(spark, folder_path),
-        "keras": keras(spark, folder_path),
-        "asked": asked,
+        "beside": fit_beside(spark, folder),
+        "afar": fit_afar(spark, folder),
+        "keras": keras(spark, folder),
     }
     spark.stop()
+    return {**seen, "asked": asked}
+
+
+DENIED = ("schedulerBackend", "statusTracker", "queryExecution", "getCurrentUser")
+
+
+def deny() -> list[str]:
+    """From here on; the methods that were asked for."""
+    asked: list[str] = []
+    send = JavaClient.send_command
+
+    def check_whitelist(client: Any, command: str, *arguments: Any, **named: Any) -> Any:
+        kind, _, method, *_ = [*command.split("\n"), "", ""]
+        if kind == "c" and method in DENIED:
+            asked.append(method)
+            raise Py4JError(f"py4j.security.Py4JSecurityException: Method {method}() is not whitelisted")
+        return send(client, command, *arguments, **named)
+
+    JavaClient.send_command = check_whitelist
+    return asked
+
+
+def fit_where_py4j_denies(master: str, folder: Path) -> dict[str, Any]:
+    """Every call of Spark's inner parts is refused at py4j's wire, as clusters in standard access mode do; a worker is
+    killed. (A refused SparkContext cannot be played here: pyspark's own functions of such a session ask for it.)
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("spark_elastic")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    spark, asked = start_session(master), deny()
+    fit = estimators.fit_through_a_kill(spark, folder)
+    spark.stop()
+    return {"fit": fit, "told": [text for text in said if "hosts are known by" in text], "asked": asked}
+
+
+PROGRAMS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
+    program.__name__: program for program in (run_over_connect, fit_over_connect, fit_where_py4j_denies)
+}
+
+
+def main(name: str, master: str, folder: str) -> None:
+    for module in (estimators, sys.modules[__name__]):
+        cloudpickle.register_pickle_by_value(module)
+    seen = PROGRAMS[name](master, Path(folder))
     sys.stdout.write("\n" + json.dumps(seen) + "\n")
 
 

@@ -1,14 +1,18 @@
-"""Finds what a program surely imports, on its syntax tree, so that its workers import it before they join a world.
+"""What is seen of a user's program before it is shipped: objects that exist only on Spark's driver, and its imports.
 
-Surely: at the top of its file, in the functions that are used there, and in its own modules that it imports, but not
-below an `if`. What the program sets in `os.environ` before an import is part of the answer. The search ends where the
-program sets something that only the running program knows. Executes nothing of the user's. Caller's thread.
+`dumps` finds objects such as a SparkSession in exactly what would be shipped, while that is pickled; errors call an
+object by its name in the user's code. `find_in_source` and `find_in_function` find what a program surely imports, so
+that its workers import it before they join a world. Surely: at the top of its file, in the functions that are used
+there, and in its own modules that it imports, but not below an `if`. What the program sets in `os.environ` before an
+import is part of the answer. The search ends where the program sets something that only the running program knows, and
+executes nothing of the user's. Caller's thread.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import io
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +23,109 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from tokenize import TokenError
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from spark_elastic.clusters.run.captures import collect_names
+from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.imports import AS_HOROVOD, PACKAGE, is_installed_spec
+from spark_elastic.worker.pickling import WorkerPickler
+
+DRIVER_ONLY = {
+    "Accumulator", "Broadcast", "Column", "DataFrame", "HiveContext", "RDD", "SQLContext", "SparkContext",
+    "SparkSession",
+}  # fmt: skip
+_COLLECT = "collect what the function needs, or write it to a path that workers can read"
+ADVICE = {"Broadcast": "pass its value instead", "DataFrame": _COLLECT, "RDD": _COLLECT}
+
+
+def dumps(call: object, called: str = "", modules: dict[str, None] | None = None) -> bytes:
+    """cloudpickle of (fn, args, kwargs), or of another object that errors are to call by a name. modules: gets the
+    names of modules that loading it imports. Raises InvalidInput: something is Spark's driver's, or cannot be
+    pickled."""
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, call, called, {} if modules is None else modules).dump(call)
+    except InvalidInput:
+        raise
+    except Exception as error:  # objects may raise anything while they are pickled
+        raise InvalidInput(
+            f"{called or 'the function or an argument'} cannot be pickled ({error}): create such objects inside the "
+            "function that uses them."
+        ) from error
+    return buffer.getvalue()
+
+
+class _Pickler(WorkerPickler):
+    def __init__(self, file: io.BytesIO, call: object, called: str, modules: dict[str, None]) -> None:
+        super().__init__(file)
+        self._call, self._called = call, called or "the function"
+        self._modules = modules
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | FunctionType) and isinstance(obj.__module__, str):
+            self._modules[obj.__module__] = None
+        if kind := _find_driver_only_kind(obj):
+            name = _find_name(obj, self._call)
+            where = f"{name!r}, a {kind}," if name else f"a {kind},"
+            advice = ADVICE.get(kind, "get what it needs before, and pass that")
+            raise InvalidInput(f"{self._called} uses {where} which lives on Spark's driver only: {advice}.")
+        return super().reducer_override(obj)
+
+
+def _find_driver_only_kind(value: object) -> str | None:
+    """The kind of an object that must not be shipped; None for any other object."""
+    for parent in type(value).__mro__:
+        package = parent.__module__.split(".")[0]
+        if package == "py4j":
+            return "Java object"
+        if package == "pyspark" and parent.__name__ in DRIVER_ONLY:
+            return parent.__name__
+    return None
+
+
+def _find_name(wanted: object, call: object) -> str:
+    """The name of an object in the user's code; "" if it is nested too deeply."""
+    seen: set[int] = set()
+    level = [("", call)]
+    for _ in range(6):
+        deeper = []
+        for path, value in level:
+            for name, child in _iterate_children(value):
+                if child is wanted:
+                    return name or path
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    deeper.append((name or path, child))
+        level = deeper
+    return ""
+
+
+def _iterate_children(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, FunctionType):
+        code, known = value.__code__, _get_variables(value, value.__code__)
+        names = [*code.co_freevars, *sorted(_collect_names(code))]
+        yield from ((name, known[name]) for name in names if name in known)
+        yield from (("", default) for default in value.__defaults__ or ())
+        yield from (value.__kwdefaults__ or {}).items()
+    elif isinstance(value, MethodType):
+        yield from (("", value.__self__), ("", value.__func__))
+    elif isinstance(value, partial):
+        yield from (("", value.func), ("", value.args), ("", value.keywords))
+    elif isinstance(value, Mapping):
+        yield from ((key if isinstance(key, str) else "", item) for key, item in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from (("", item) for item in value)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from vars(value).items()
+
+
+def _collect_names(code: CodeType) -> set[str]:
+    """Global, attribute and module names that the code uses, nested functions included."""
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*map(_collect_names, nested))
+
+
+# ---- imports
 
 # Methods of `sys.path` and `os.environ`
 CHANGES = {"insert", "update", "setdefault", "pop", "popitem", "clear"}
@@ -79,7 +181,7 @@ class _Search:
             return
         self._seen.add(code)
         scope, known = _Scope(), _get_variables(fn, code)
-        for name in sorted({*collect_names(code), *code.co_freevars} & known.keys()):
+        for name in sorted({*_collect_names(code), *code.co_freevars} & known.keys()):
             self._add_object(known[name], fn)
             if isinstance(known[name], ModuleType):
                 scope.modules[name] = known[name].__name__
