@@ -1,6 +1,7 @@
 """What developers run beside build.sh: `.venv/bin/nox --list`, `.venv/bin/nox -s NAME -- ARGUMENTS`.
 
-Most sessions run in .venv, which `./build.sh build` makes; petastorm has an environment of its own, in build/nox.
+Most sessions run in .venv, which `./build.sh build` makes; petastorm and pygloo have environments of their own, in
+build/nox.
 """
 
 from __future__ import annotations
@@ -129,6 +130,19 @@ def petastorm(session: nox.Session) -> None:
     ]  # deltalake
     words = ["-m", "petastorm or spark", *tests.split(), *lacking, *session.posargs]
     session.run("python", "-m", "pytest", *words, env={"PYTHONPATH": f"{ROOT}:{ROOT}/python"})
+
+
+@in_venv
+def pygloo(session: nox.Session) -> None:
+    """the engine on CPython 3.10 beside pygloo; PYTHON310 names that Python"""
+    found = ask(session, ".venv/bin/python tests/platforms/interpreters.py 3.10")
+    run(session, f"{found} -m venv build/nox/pygloo")
+    python = "build/nox/pygloo/bin/python"
+    wanted = "'pygloo>=0.2,<0.3' 'numpy>=1.26,<3' pybind11 pytest pytest-timeout psutil hypothesis"
+    run(session, f"{python} -m pip install -qq {wanted}")
+    build_engine(session, python, "", "pygloo")
+    run(session, "cmake --install build/pygloo --prefix python")
+    run(session, f"{python} -m pytest -m pygloo tests/component/collectives", *session.posargs)
 
 
 @in_venv

@@ -295,9 +295,12 @@ class FakeGroup(Group):
         # The name tells 16-bit floats apart: numpy holds bfloat16 as uint16.
         wire = dtype if reduction.wire == "plain" else reduction.wire
         call = (kind, reduction.shapes, dtype, reduction.op, wire, reduction.algorithm)
-        parts = self._exchange_parts(call, own if wire == dtype else narrow(own, wire))
-        result = reduce_parts(parts, wire, reduction.op, reduction.after)
+        result = self._fold_parts(call, own if wire == dtype else narrow(own, wire), wire, reduction)
         return result if wire == dtype else widen(result, wire)
+
+    def _fold_parts(self, call: tuple[Any, ...], part: Array, dtype: str, reduction: Reduction) -> Array:
+        """Reduce the parts of all ranks, which have this dtype, to one array."""
+        return reduce_parts(self._exchange_parts(call, part), dtype, reduction.op, reduction.after)
 
     def _exchange_parts(self, call: tuple[Any, ...], part: Array) -> list[Array]:
         """call: must be equal on all ranks. part: may differ between ranks in its first dimension."""

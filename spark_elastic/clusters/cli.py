@@ -299,7 +299,6 @@ def supervise_driver(options: RunOptions) -> int:
     if options.run_id is None or options.store is None:
         why = "by them the next driver continues the run"
         raise InvalidInput(f"--restarts needs --run-id and --store: {why}.")
-    assert options.restarts is not None
     for left in range(options.restarts, -1, -1):
         driver = os.fork()
         if driver == 0:

@@ -206,7 +206,7 @@ class RemoteLauncher:
     def __init__(self, end: ChannelEnd, clock: Clock, silence_limit: float) -> None:
         self.channel = StoreChannel(end, CLIENT_EVENTS, self._on_event, clock)
         self._clock, self._silence_limit = clock, silence_limit
-        self._post: Post | None = None
+        self._post: Post  # from `start` on
         self._closing = threading.Event()
         self._change = threading.Condition()  # owns _open
         self._open: set[int] = set()  # numbers of the slot launches that have not ended
@@ -232,7 +232,6 @@ class RemoteLauncher:
         return []
 
     def _on_event(self, event: LaunchEnded | SlotsWanted | CancelRequested) -> None:
-        assert self._post is not None
         if isinstance(event, LaunchEnded):
             with self._change:
                 self._open.discard(event.launch)
@@ -240,7 +239,6 @@ class RemoteLauncher:
         self._post(dataclasses.replace(event, now=self._clock.now()))  # the client has a clock of its own
 
     def _watch_client(self) -> None:
-        assert self._post is not None
         while not self._closing.wait(LOOK_EVERY):
             silent = self._clock.now() - self.channel.last_seen
             if silent > self._silence_limit:

@@ -114,13 +114,13 @@ class SortTask:
         alike = exact[order] == np.repeat(exact[order[first]], counts)
         if len(first) >= DISTINCT * len(order) or not alike.all():
             first, counts = np.arange(len(order)), np.ones_like(order)
-        return self.write_sorted(rows.take(pa.array(order[first])), {COPIES: counts}, validates, smallest)
+        return self.write_sorted(rows.take(_to_arrow(order[first])), {COPIES: counts}, validates, smallest)
 
     def write_sorted(
         self, rows: pa.RecordBatch, added: Columns, validates: bool, smallest: bytes = b""
     ) -> pa.RecordBatch:
         """Write a chunk. added: columns that the rows lack."""
-        arrays = [*rows.columns, *map(pa.array, added.values())]
+        arrays = [*rows.columns, *map(_to_arrow, added.values())]
         schema = pa.schema([*rows.schema, *(pa.field(name, pa.int64()) for name in added)])
         rows, most = pa.RecordBatch.from_arrays(arrays, schema=schema), int(added[COPIES].max())
         least = max(RANGE_BYTES, rows.num_columns << 10)
@@ -139,8 +139,13 @@ class SortTask:
         out.write(np.array([*offsets, ranges], np.int64).tobytes())
         name = f"{self.folder}/{uuid.uuid4().hex}.arrows"
         self.store.write_bytes(name, memoryview(out.getvalue()), durable=False)
-        described = {"name": name, "validates": validates, "most": most, "smallest": smallest}
-        return pa.RecordBatch.from_pylist([described])
+        described = {
+            "name": _to_binary(name.encode()).cast(pa.string()),
+            "validates": _to_arrow(np.array([validates], np.int64)).cast(pa.bool_()),
+            "most": _to_arrow(np.array([most])),
+            "smallest": _to_binary(smallest),
+        }
+        return pa.RecordBatch.from_arrays([*described.values()], [*described])
 
 
 def read_chunk(store: Store, name: str, number: int = 0, files: int = 1) -> Iterator[pa.RecordBatch]:
@@ -169,7 +174,7 @@ class ReadTask:
         for number in _iter_numbers(batches):
             for rows in read_chunk(self.store, self.chunks[number]):
                 every = np.repeat(np.arange(len(rows)), _to_numpy(rows, COPIES))
-                found = rows.select(rows.schema.names[:-1]).take(pa.array(every))
+                found = rows.select(rows.schema.names[:-1]).take(_to_arrow(every))
                 yield pa.RecordBatch.from_arrays([found.to_struct_array()], [ROW])
 
 
@@ -200,7 +205,7 @@ class CopyTask:
         # How many copies of each row, and of those before it, the share has
         ends = np.cumsum(np.maximum(0, -((share - np.add.reduceat(counts, first)) // self.shares)))
         begins = np.concatenate([[0], ends[:-1]])
-        rows = found.select(list(self.columns)).take(pa.array(order[first]))
+        rows = found.select(list(self.columns)).take(_to_arrow(order[first]))
         rows = pa.RecordBatch.from_arrays([normalize(column) for column in rows.columns], schema=rows.schema)
         step = max(1, CHUNK_BYTES * len(rows) // (rows.nbytes + 16 * len(rows)))
         for begin in range(0, int(ends[-1]), step):
@@ -212,7 +217,7 @@ class CopyTask:
             order = np.argsort(keys[0])
             added = {name: key[order].view(np.int64) for name, key in zip(names, keys, strict=True)}
             added[COPIES] = np.ones_like(order)
-            yield self.sort.write_sorted(rows.take(pa.array(places[order])), added, validates)
+            yield self.sort.write_sorted(rows.take(_to_arrow(places[order])), added, validates)
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,8 @@ class MergeTask:
 
     def __call__(self, batches: Batches) -> Iterator[pa.RecordBatch]:
         for number in _iter_numbers(batches):
-            yield pa.RecordBatch.from_pydict({"number": [number], "name": [self.write(number)]})
+            name = _to_binary(self.write(number).encode()).cast(pa.string())
+            yield pa.RecordBatch.from_arrays([_to_arrow(np.array([number])), name], ["number", "name"])
 
     def write(self, number: int) -> str:
         validates = number >= self.files[False]
@@ -244,7 +250,7 @@ class MergeTask:
         options = {"version": "2.6", "compression": "snappy", "use_dictionary": False, **CHECKSUMS}
         with pq.ParquetWriter(out, rows.schema, **options) as writer:
             for begin in range(0, len(order), self.rows_per_group):
-                group = rows.take(pa.array(order[begin : begin + self.rows_per_group]))
+                group = rows.take(_to_arrow(order[begin : begin + self.rows_per_group]))
                 writer.write_batch(group, row_group_size=self.rows_per_group)
         name = f"{self.folder}/part-{number:05d}-{uuid.uuid4().hex}.parquet"
         self.sort.store.write_bytes(name, memoryview(out.getvalue()), durable=False)
@@ -303,5 +309,23 @@ def _find_changes(keys: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return changes
 
 
-def _to_numpy(rows: Any, name: str) -> Any:
-    return rows.column(rows.schema.get_field_index(name)).to_numpy(zero_copy_only=False)
+# ---- `pa.array`, `pa.scalar` and `to_numpy` import pandas, which takes a new Python worker of Spark's half a second
+
+
+def _to_numpy(rows: pa.RecordBatch, name: str) -> npt.NDArray[np.int64]:
+    """The numbers or flags of a column of some rows, none of which is null."""
+    numbers = rows.column(rows.schema.get_field_index(name)).cast(pa.int64())
+    return np.frombuffer(numbers.buffers()[1], np.int64, len(numbers), 8 * numbers.offset)
+
+
+def _to_arrow(numbers: npt.NDArray[np.int64]) -> pa.Array:
+    return pa.Array.from_buffers(
+        pa.int64(), len(numbers), [None, pa.py_buffer(np.ascontiguousarray(numbers))]
+    )
+
+
+def _to_binary(value: bytes) -> pa.Array:
+    """An array of this value alone."""
+    return pa.Array.from_buffers(
+        pa.binary(), 1, [None, pa.py_buffer(np.array([0, len(value)], np.int32)), pa.py_buffer(value)]
+    )

@@ -62,8 +62,9 @@ class ThreadPerSlotLauncher(ABC):
         self._clock = clock
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._spec: SlotSpec | None = None
-        self._post: Post | None = None
+        # From `start` on:
+        self.spec: SlotSpec
+        self._post: Post
 
     @abstractmethod
     def run_slot(self, launch: int) -> SlotOutcome | None:
@@ -77,14 +78,8 @@ class ThreadPerSlotLauncher(ABC):
         """By default, the driver launches such a slot again."""
         return SlotOutcome(f"it could not be started: {type(error).__name__}: {error}")
 
-    @property
-    def spec(self) -> SlotSpec:
-        """What `start` was given."""
-        assert self._spec is not None
-        return self._spec
-
     def start(self, spec: SlotSpec, post: Post) -> None:
-        self._spec, self._post = spec, post
+        self.spec, self._post = spec, post
 
     def launch(self, launch: int) -> None:
         name = f"slot launch {launch}"
@@ -116,7 +111,6 @@ class ThreadPerSlotLauncher(ABC):
 
     def _post_end(self, launch: int, end: SlotOutcome | None) -> None:
         if end is not None and not self._closing.is_set():
-            assert self._post is not None
             self._post(LaunchEnded(self._clock.now(), launch, *end))
 
     def _list_running(self) -> list[threading.Thread]:

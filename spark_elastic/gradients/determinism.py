@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -69,7 +70,11 @@ def use_deterministic_arithmetic() -> None:
     """One thread for each operation, and an error for operations that have no deterministic kernel."""
     torch.set_num_threads(1)  # sums are divided by the number of threads
     os.environ.update({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | dict(os.environ))  # what cuBLAS needs for it
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
+    if (
+        "torch._inductor.config" in sys.modules
+    ):  # else this imports the compiler, which takes seconds, to tell it so
+        torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a pass over memory
     torch.backends.cudnn.benchmark = False  # it chooses kernels by their times
 

@@ -235,9 +235,8 @@ def _find_spec(name: str) -> ModuleSpec | None:
 @contextmanager
 def _as_program(name: str, arguments: tuple[str, ...], folder: str) -> Iterator[None]:
     sys.argv = [name, *arguments]
-    with _search_first(folder):
-        with accept_exit_zero(), exit_forks():
-            yield
+    with _search_first(folder), accept_exit_zero(), exit_forks():
+        yield
 
 
 @contextmanager

@@ -1,13 +1,15 @@
 """On PYTHONPATH, this keeps a Python process from importing what its libraries have no use for yet, or at all.
 
 torch imports its compiler with the first optimizer of a process, to mark functions that it should leave alone: half of
-what the start of a worker computes. It comes once something else is asked of it. Other libraries import what they find
-installed: Keras for its wrappers and plots, a quarter of its start; httpx for its command.
+what the start of a worker computes. With the first backward pass from a given gradient it imports sympy, to compare
+shapes. Both come once something else is asked of them. Other libraries import what they find installed: Keras for its
+wrappers and plots, a quarter of its start; httpx for its command.
 """
 
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -15,9 +17,25 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
-COMPILER = "torch._dynamo"
+COMPILER, SHAPES = "torch._dynamo", "torch.fx.experimental.symbolic_shapes"
 # Module -> the library that gets along without it.
 OPTIONAL = {"matplotlib": "keras", "sklearn": "keras", "pygments": "httpx", "rich": "httpx"}
+
+
+class Unused(ModuleType):
+    """Stands in `sys.modules` for a module, which is loaded once something is asked that is not here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if self.__name__ not in sys.modules or name.startswith("__"):
+            raise AttributeError(name)  # what an import looks at
+        return getattr(load(self.__name__), name)
+
+
+def load(name: str) -> ModuleType:
+    """The module itself, which takes the place of what stands for it."""
+    if FINDER.unused.pop(name, None):
+        sys.modules.pop(name, None)
+    return importlib.import_module(name)
 
 
 def mark(function: Any) -> Any:
@@ -25,51 +43,48 @@ def mark(function: Any) -> Any:
     return function
 
 
-class UnusedCompiler(ModuleType):
-    """Stands in `sys.modules` for the compiler, which has nothing to leave alone as long as it is not loaded."""
+class UnusedCompiler(Unused):
+    """It has nothing to leave alone as long as it is not loaded."""
 
     allow_in_graph = assume_constant_result = staticmethod(mark)
     OptimizedModule = type("OptimizedModule", (), {})  # which nothing of this process is
-
-    def __getattr__(self, name: str) -> Any:
-        if COMPILER not in sys.modules or name.startswith("__"):
-            raise AttributeError(name)  # what an import looks at
-        return getattr(load_compiler(), name)
 
     @staticmethod
     def disable(marked: Any = None, *how: Any, **named: Any) -> Any:
         if marked is None:
             return mark
-        return marked if isinstance(marked, FunctionType) else load_compiler().disable(marked, *how, **named)
+        return marked if isinstance(marked, FunctionType) else load(COMPILER).disable(marked, *how, **named)
 
     @staticmethod
     def graph_break(*_: object) -> None:
         """Outside of what is compiled it does nothing."""
 
 
-def load_compiler() -> ModuleType:
-    """The compiler itself, which takes the place of `UnusedCompiler`."""
-    if FINDER in sys.meta_path:
-        sys.meta_path.remove(FINDER)
-        sys.modules.pop(COMPILER, None)
-    return importlib.import_module(COMPILER)
+class UnusedShapes(Unused):
+    """Without the compiler, shapes are numbers."""
+
+    sym_eq = staticmethod(operator.eq)
+    expect_true = staticmethod(bool)
 
 
 class LightFinder(MetaPathFinder, Loader):
+    def __init__(self) -> None:
+        self.unused: dict[str, type[Unused]] = {COMPILER: UnusedCompiler, SHAPES: UnusedShapes}
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name in OPTIONAL and is_importing(OPTIONAL[name]):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        if name.startswith(f"{COMPILER}."):
-            load_compiler()
+        if name.startswith(f"{COMPILER}.") and COMPILER in self.unused:
+            load(COMPILER)
             importlib.import_module(name)
-        elif name != COMPILER:
+        elif name not in self.unused:
             return None
         return ModuleSpec(name, self, is_package=name == COMPILER)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return UnusedCompiler(spec.name) if spec.name == COMPILER else sys.modules[spec.name]
+        return self.unused[spec.name](spec.name) if spec.name in self.unused else sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
         """There is nothing to run."""

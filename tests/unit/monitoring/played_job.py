@@ -39,6 +39,13 @@ class SimulatedJob(Bench):
         self.history.on_transition(stamp_event(played, self.now), commands, self.state)
         return commands
 
+    @classmethod
+    def training(cls, workers: int, all_results: bool = False) -> SimulatedJob:
+        """With a world of so many, which stands after a second."""
+        job = cls(workers, all_results)
+        job.begin(range(1, workers + 1))
+        return job
+
     def start_worker(self, job: int) -> None:
         self.slot(job, f"host-{job}")
         self.join(name(job))
@@ -57,6 +64,13 @@ class SimulatedJob(Bench):
         self.on(on.HostLost(0, f"host-{job}", "Spark says so"))
         self.now += regroup
         self.leave_world(step, but=job)
+
+    def move_alone(self, job: int) -> None:
+        """The host of the only worker goes, before a step, and the next slot job takes over."""
+        self.lose_host(job, step=0, regroup=0.0)
+        self.on(on.LaunchEnded(0, job, "its host is lost"))
+        self.start_worker(job + 1)
+        self.form()
 
     def leave_world(self, step: int, but: int = 0, planned: bool = False) -> None:
         """All members leave the world at `step`, but that of one slot job."""

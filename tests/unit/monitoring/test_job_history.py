@@ -15,8 +15,7 @@ from tests.unit.monitoring.played_job import SimulatedJob
 
 def play_loss() -> SimulatedJob:
     """3 workers for 4 s, half a second of recovery, 2 workers for 2 s."""
-    job = SimulatedJob(3)
-    job.begin([1, 2, 3])
+    job = SimulatedJob.training(3)
     job.now = 5.0
     job.report(41)
     job.lose_host(2, step=40, regroup=0.5)
@@ -48,16 +47,14 @@ def test_each_second_of_a_job_belongs_to_one_phase() -> None:
 
 
 def test_the_report_of_a_running_job_reaches_up_to_now() -> None:
-    job = SimulatedJob(2)
-    job.begin([1, 2])
+    job = SimulatedJob.training(2)
     job.now = 11.0
     assert job.result.phases["training"] == pytest.approx(10.0)
     assert job.result.useful_hours * 3600 == pytest.approx(20.0)
 
 
 def test_the_bulk_planes_time_belongs_to_its_world_however_late_it_arrives() -> None:
-    job = SimulatedJob(3)
-    job.begin([1, 2, 3])
+    job = SimulatedJob.training(3)
     first = job.world_changes[0].generation
     job.lose_host(2, step=40, regroup=0.5)
     job.form()
@@ -86,8 +83,7 @@ def test_a_joining_worker_is_a_planned_change_and_costs_no_step() -> None:
 
 
 def test_a_second_loss_before_the_world_is_complete_prolongs_the_recovery() -> None:
-    job = SimulatedJob(3)
-    job.begin([1, 2, 3])
+    job = SimulatedJob.training(3)
     job.lose_host(2, step=1, regroup=0.5)
     job.lose_host(3, step=1, regroup=0.25)
     job.form()
@@ -108,8 +104,7 @@ def test_a_loss_before_the_first_world_is_complete_counts_as_a_loss() -> None:
 
 
 def test_a_loss_after_some_workers_have_finished_counts_as_a_loss() -> None:
-    job = SimulatedJob(3, all_results=True)
-    job.begin([1, 2, 3])
+    job = SimulatedJob.training(3, all_results=True)
     job.now = 5.0
     assert job.world is not None
     member = job.world.members[0]
@@ -124,30 +119,19 @@ def test_a_loss_after_some_workers_have_finished_counts_as_a_loss() -> None:
 
 
 def test_restarts_before_the_next_report_do_not_lose_the_same_steps_again() -> None:
-    job = SimulatedJob(1)
-    job.begin([1])
+    job = SimulatedJob.training(1)
     job.report(7)
     for host in (1, 2, 3):
-        job.lose_host(host, step=0, regroup=0.0)
-        job.on(on.LaunchEnded(0, host, "its host is lost"))
-        job.start_worker(host + 1)
-        job.form()
+        job.move_alone(host)
     assert [change.steps_lost for change in job.world_changes] == [0, 7, 0, 0]
     job.report(2)
-    job.lose_host(4, step=0, regroup=0.0)
-    job.on(on.LaunchEnded(0, 4, "its host is lost"))
-    job.start_worker(5)
-    job.form()
+    job.move_alone(4)
     assert job.world_changes[-1].steps_lost == 2
 
 
 def test_a_program_that_reports_no_steps_has_no_lost_steps() -> None:
-    job = SimulatedJob(1)
-    job.begin([1])
-    job.lose_host(1, step=0, regroup=0.0)
-    job.on(on.LaunchEnded(0, 1, "its host is lost"))
-    job.start_worker(2)
-    job.form()
+    job = SimulatedJob.training(1)
+    job.move_alone(1)
     (change,) = job.result.recoveries
     assert change.steps_lost is None
     assert "all 1 lost, restarted" in str(change)

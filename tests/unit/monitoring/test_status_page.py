@@ -43,8 +43,7 @@ const document = {
 
 def create_job(workers: int) -> SimulatedJob:
     """A job whose first world stands, and whose rank 1 is stuck."""
-    job = SimulatedJob(workers)
-    job.begin(range(1, workers + 1))
+    job = SimulatedJob.training(workers)
     assert job.world is not None
     stack = "rank 1 keeps others waiting\n" + "  File x\n" * MAX_TEXT
     job.on(on.WorkerStalled(0, job.world.members[1].worker, job.world.fence, stack))
@@ -108,8 +107,7 @@ def test_the_status_describes_stage_slots_and_metrics() -> None:
 
 
 def test_a_loss_is_one_event_of_the_page_with_its_cost() -> None:
-    job = SimulatedJob(3)
-    job.begin([1, 2, 3])
+    job = SimulatedJob.training(3)
     job.lose_host(2, step=4, regroup=0.4)
     broken = [event["text"] for event in read_status(job)["events"]]
     assert [text for text in broken if "world" in text][-1].startswith("world of 2: 1 of 3 lost")
@@ -121,8 +119,7 @@ def test_a_loss_is_one_event_of_the_page_with_its_cost() -> None:
 
 
 def test_the_page_of_a_report_holds_its_data_and_needs_no_server() -> None:
-    job = SimulatedJob(2)
-    job.begin([1, 2])
+    job = SimulatedJob.training(2)
     job.now += 1.0
     job.report(3, loss=0.125)
     job.lose_host(2, step=4, regroup=0.4)
@@ -160,8 +157,7 @@ def test_the_script_of_the_page_shows_a_saved_report(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_script_of_the_page_shows_training_and_validation_by_epoch(tmp_path: Path) -> None:
-    job = SimulatedJob(2)
-    job.begin([1, 2])
+    job = SimulatedJob.training(2)
     for step in range(1, 101):
         job.now += 0.1
         job.report(step)

@@ -148,6 +148,11 @@ class Bench:
         for worker in workers:
             self.join(worker, fence, at(step), planned=True)
 
+    def change_world(self, step: int) -> None:
+        """A change is announced, and all members stop for it at that step."""
+        self.wait(0.5, heartbeats_of=list(self.state.slots))
+        self.stop_planned(step, *self.members())
+
     def members(self) -> list[str]:
         return [member.worker for member in self.world.members]
 

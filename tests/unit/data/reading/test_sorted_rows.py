@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,11 @@ from spark_elastic.data.store import Store
 
 HASHES = ("hash", "exact")
 ROWS = 5000
+RUN_TASK = """
+import pickle, sys
+task, batch = pickle.load(sys.stdin.buffer)
+print(len(list(task([batch]))), "pandas" in sys.modules)
+"""
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -91,6 +99,18 @@ def test_chunks_give_their_rows_though_copies_are_in_them_once(store: Store) -> 
     assert found.schema.names == rows.schema.names
     assert sorted(found["a.b"].to_pylist()) == sorted(rows["a.b"].to_pylist())
     assert sum(len(store.read_bytes(name)) for name in names) < 0.1 * rows.nbytes
+
+
+def test_a_python_worker_sorts_and_merges_without_pandas_which_takes_long_to_import(tmp_path: Path) -> None:
+    store, rows = Store.open(str(tmp_path)), make_rows()
+    sort = SortTask(store, "chunks", HASHES, "odd")
+    merge = MergeTask(sort, "files", spill(store, rows, "odd"), {False: 1, True: 1}, ["text"], 100)
+    structs = pa.StructArray.from_arrays(rows.columns, rows.schema.names)
+    batch = pa.RecordBatch.from_arrays([structs], ["row"])
+    for task in ((sort, batch), (merge, pa.RecordBatch.from_pydict({"id": [0, 1]}))):
+        given = pickle.dumps(task)
+        done = subprocess.run([sys.executable, "-c", RUN_TASK], input=given, capture_output=True, check=True)
+        assert done.stdout == b"2 False\n"
 
 
 @pytest.mark.parametrize(("ranges", "shares"), [(1, 1), (3, 2), (1, 70)])

@@ -24,8 +24,7 @@ def test_a_member_on_a_host_that_discovery_removes_leaves_at_a_boundary_and_noth
     _list(bench, *ALL)
     bench.start(1, 2, 3, 4)
     _list(bench, *ALL[1:])
-    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
-    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
+    bench.change_world(6)
     assert bench.members() == [name(2), name(3), name(4)]
     assert bench.world.source == 0
     assert not bench.find_commands(AbortWorld)
@@ -81,8 +80,7 @@ def test_w15_a_list_of_hosts_that_is_back_within_the_debounce_changes_nothing(
 def test_w26_a_drained_workers_slot_is_asked_for_after_a_loss(target: dict[str, object]) -> None:
     bench = Bench.running(1, 2, 3, 4)
     bench.on(on.DrainRequested(0, "wanted elsewhere", **target))  # type: ignore[arg-type]
-    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
-    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
+    bench.change_world(6)
     assert bench.members() == [name(1), name(3), name(4)]
     bench.on(on.LaunchEnded(0, 2, "released"))
     bench.form()
@@ -118,8 +116,7 @@ def test_a_drained_machine_takes_all_its_executors_along_and_takes_no_other() ->
         bench.join(name(job))
     bench.form()
     bench.on(on.DrainRequested(0, "maintenance", host="left"))
-    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
-    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
+    bench.change_world(6)
     assert bench.members() == [name(3), name(4)]
     bench.on(on.LaunchEnded(0, 1, "released"))
     bench.on(RegisterSlot(SlotId("5-0"), "executor 9", 5, "left"))
@@ -132,8 +129,7 @@ def test_a_drain_before_the_first_world_is_carried_out_in_it(order: dict[str, ob
     bench.on(on.DrainRequested(0, "wanted elsewhere", by_user=True, **order))  # type: ignore[arg-type]
     bench.start(1, 2, 3, 4)
     assert bench.members() == [name(job) for job in (1, 2, 3, 4)]
-    bench.wait(0.2, heartbeats_of=[1, 2, 3, 4])
-    bench.stop_planned(6, *(name(job) for job in (1, 2, 3, 4)))
+    bench.change_world(6)
     assert bench.members() == [name(1), name(3), name(4)]
     assert not bench.find_commands(NotifyUser)
 
@@ -164,18 +160,15 @@ SPARE = name(2, 2)
 
 
 def exchange(bench: Bench, straggler: WorkerId, step: int) -> None:
-    members = bench.members()
     bench.on(WorkerStraggles(straggler, bench.fence, "it is slow"))
-    bench.wait(0.2, heartbeats_of=JOBS)
-    bench.stop_planned(step, *members)
+    bench.change_world(step)
 
 
 def let_spare_join(bench: Bench) -> None:
     bench.on(WorkerExited(SlotId("2-0"), name(2), 0))
     bench.restart(SPARE)
     bench.form()
-    bench.wait(0.2, heartbeats_of=JOBS)
-    bench.stop_planned(9, *bench.members())
+    bench.change_world(9)
     bench.form()
 
 

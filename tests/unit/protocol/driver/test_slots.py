@@ -163,15 +163,13 @@ def test_r14_a_second_attempt_is_admitted_once_discovery_lists_its_host() -> Non
     bench.stop_planned(1, name(1), name(2))
     bench.form()
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1))))
-    bench.wait(0.5, heartbeats_of=[1, 2])
-    bench.stop_planned(2, *bench.members())
+    bench.change_world(2)
     assert bench.members() == [name(1), name(2)]
     bench.restart(WorkerId("1-1.2"))
     bench.form()
     assert set(bench.state.slots.excluded) == {"1-1"}
     bench.on(on.HostsDiscovered(0, (("h1", 1), ("h2", 1), ("h9", 1))))
-    bench.wait(0.5, heartbeats_of=[1, 2])
-    bench.stop_planned(3, *bench.members())
+    bench.change_world(3)
     assert bench.members() == [name(1), name(2), "1-1.2"]
 
 
@@ -192,8 +190,7 @@ def test_r14_a_member_that_drains_does_not_take_its_other_attempt_along() -> Non
     bench.form()
     assert len(bench.members()) == 3
     bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
-    bench.wait(0.5, heartbeats_of=[1, 2])
-    bench.stop_planned(2, *bench.members())
+    bench.change_world(2)
     assert bench.members() == [name(2), "1-1.1"]
     assert not bench.released
 
@@ -202,8 +199,7 @@ def test_r14_all_attempts_are_released_if_none_may_take_part() -> None:
     bench = _start_copied()
     bench.on(on.DrainRequested(0, "decommissioned", host="h9"))
     bench.on(on.DrainRequested(0, "decommissioned", host="h1"))
-    bench.wait(0.5, heartbeats_of=[1, 2])
-    bench.stop_planned(2, name(1), name(2))
+    bench.change_world(2)
     bench.on(on.Tick(0))
     assert set(bench.released) == {"1-0", "1-1"}
 
