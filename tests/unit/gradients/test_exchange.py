@@ -57,7 +57,7 @@ def test_r07_ranks_agree_on_layout_and_options_before_data(
 ) -> None:
     def work(group: Group) -> None:
         width = inputs if group.rank else 5
-        model = nn.Linear(width, 15 // width, bias=False)
+        model = nn.Linear(width, 15 // width, bias=inputs == 5)
         options = ExchangeOptions() if (group.rank == 0) != other.average else other
         with closing(GradientExchange(model.named_parameters(), options)) as exchange:
             exchange.clear_and_begin(group, 1)

@@ -21,7 +21,7 @@ def _world(generation: int, **positions: Position | None) -> WorldView:
 
 class MachineUnderTest:
     def __init__(self) -> None:
-        self.state, _ = worker_machine.initial(ME)
+        self.state = worker_machine.WorkerState(ME)
 
     def on(self, event: on.WorkerEvent) -> list[type[do.WorkerCommand]]:
         self.state, self.commands = worker_machine.step(self.state, event)
