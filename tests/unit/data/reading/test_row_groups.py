@@ -239,7 +239,10 @@ ROWS, GROUPS = 1000, 6
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> ArrowReader:
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArrowReader:
+    """Its machine has no scratch folders of other processes."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     x = np.arange(ROWS * GROUPS, dtype=np.float64)
     pq.write_table(pa.table({"x": x}), tmp_path / "a.parquet", row_group_size=ROWS)
     store = Store.open(str(tmp_path))
