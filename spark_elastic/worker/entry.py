@@ -243,9 +243,8 @@ def exit_with_process(pid: int) -> None:
 def shut_down_connections(*families: socket.AddressFamily) -> None:
     """Break the connections of this process, of these families or all; both ends notice at once."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(
-            OSError
-        ):  # it was closed meanwhile, or has no peer: one that listens must not be shut down
+        # It was closed meanwhile, or has no peer: one that listens must not be shut down.
+        with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if not families or connection.family in families:
