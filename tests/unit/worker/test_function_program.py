@@ -124,7 +124,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "told", None, raising=False)  # what a script says
 
 
-def told() -> Any:
+def read_told() -> Any:
     """What a script has said."""
     return vars(sys)["told"]
 
@@ -135,9 +135,9 @@ def test_a_script_runs_on_a_host_that_does_not_have_it(tmp_path: Path) -> None:
     script = Script.read(str(path))
     path.write_text("raise AssertionError('another script of that name')\n")
     script()
-    assert Path(told()).name == "train.py"
-    assert told() != str(path)
-    assert not Path(told()).exists()
+    assert Path(read_told()).name == "train.py"
+    assert read_told() != str(path)
+    assert not Path(read_told()).exists()
 
 
 def test_a_linked_script_imports_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_linked_script_imports_beside_the_file(tmp_path: Path, monkeypatch: py
     (own / "train.py").write_text(program)
     link.symlink_to(own / "train.py")
     Script.read(str(link))()
-    assert told() == (7, str(link))
+    assert read_told() == (7, str(link))
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -160,7 +160,7 @@ def test_a_script_is_read_in_the_encoding_that_it_declares(here: bool, tmp_path:
     if not here:
         path.unlink()
     script()
-    assert told() == "café"
+    assert read_told() == "café"
 
 
 def test_a_script_with_a_nonzero_exit_code_raises(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_module_runs_as_with_python_m(tmp_path: Path, monkeypatch: pytest.Monk
     module, before = Module.find("package_to_run", "--lr", "0.1"), list(sys.path)
     monkeypatch.chdir("/")
     module()
-    assert told() == ("__main__", ["--lr", "0.1"], 7)
+    assert read_told() == ("__main__", ["--lr", "0.1"], 7)
     assert (sys.path, module.__name__) == (before, "package_to_run")
     assert b"from .near import value" in module.source
     for name in ("nowhere", "nowhere.train", "package_to_run.nowhere", "sys"):
