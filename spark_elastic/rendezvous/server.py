@@ -171,8 +171,7 @@ class Routes:
         return dataclasses.replace(message, suspects=(*message.suspects, *suspects)) if suspects else message
 
     def _receive(self, message: messages.DriverMessage, is_answered: bool = True) -> None:
-        """is_answered: at once, so the driver has it by then. One that waits comes to it with all that are there now:
-        waking the driver's thread for each would take the time of this one."""
+        """is_answered: once the driver has it. Those that wait wake the driver's thread once for all that are there."""
         self._connections.mark_connected(_sender(message))
         self._events.append(events.Received(self._clock.now(), message))
         if is_answered:
