@@ -13,7 +13,16 @@ from pathlib import Path
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import messages as said
-from spark_elastic.protocol.types import NOT_RUNNING, Checkpoint, Limits, Member, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import (
+    NOT_RUNNING,
+    Checkpoint,
+    Limits,
+    Member,
+    Position,
+    SlotId,
+    WorkerId,
+    World,
+)
 from spark_elastic.testing.replays import Replay, replay_all
 from tests.simulator.invariants import Violation
 

@@ -1,10 +1,10 @@
 """Shows a slot what its training process does, even while that process is stopped or holds the GIL.
 
 They share two anonymous files: one of numbers (since when the child waits or works, the newest sample, the driver's
-last answer to the slot, whether its steps are bitwise) and the activation of its successor, one with the newest stack of its main thread. A thread of
-the child writes that twice a second; if it does not get the GIL, the slot sends a signal, upon which the main thread
-writes it (`faulthandler`). `faulthandler`'s watchdog, which reads stacks without the GIL, crashed one in forty of the
-processes that were stopped for longer than its timeout and then continued.
+last answer to the slot, whether its steps are bitwise) and the activation of its successor, one with the newest stack
+of its main thread. A thread of the child writes that twice a second; if it does not get the GIL, the slot sends a
+signal, upon which the main thread writes it (`faulthandler`). `faulthandler`'s watchdog, which reads stacks without the
+GIL, crashed one in forty of the processes that were stopped for longer than its timeout and then continued.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DUMP_SIGNAL = signal.SIGURG  # ignored by default: user code may reset all handl
 _NUMBER = struct.Struct("d")  # native: one copy of eight bytes, never half written
 _SAMPLED = _NUMBER.size  # offset of the time of the newest sample
 _DRIVER_SEEN = 2 * _NUMBER.size  # offset of the time of the driver's last answer
-_BITWISE = 3 * _NUMBER.size  # offset of 1.0 if the child's steps have the same bits, whichever workers compute them
+_BITWISE = 3 * _NUMBER.size  # offset of 1.0: its steps have the same bits, whichever workers compute them
 _ACTIVATION = 4 * _NUMBER.size  # offset of a line
 _DUMP_HEAD = "Stack (most recent call first):\n"
 _NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
