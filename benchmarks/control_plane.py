@@ -43,7 +43,10 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Limits, heartbeat_interval
+from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous.messages import VERSION
 from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
+from spark_elastic.rendezvous.server_state import SMALL_WORLD
 
 KEY = b"k" * 32
 BLOB = 120  # bytes that a rank hands in at a peer
@@ -160,7 +163,10 @@ def build_clients(folder: Path) -> Path:
         raise InvalidInput("The benchmark's clients are C++: install g++ and OpenSSL's headers (libssl-dev).")
     source, program = Path(__file__).parent / "parts" / "swarm.cc", folder / "swarm"
     options = "-std=c++17", "-O2", "-Wno-deprecated-declarations"
-    subprocess.run([compiler, *options, str(source), "-lcrypto", "-o", str(program)], check=True)
+    names = {"WIRE_VERSION": VERSION, "SMALL_WORLD": SMALL_WORLD, "SIGNATURE_DIGITS": auth.SIGNATURE_DIGITS}
+    names["SIGNATURE_FIELD"] = f'"{auth.REPLY_HEADER}"'
+    wire = [f"-D{name}={value}" for name, value in names.items()]  # what the product speaks now
+    subprocess.run([compiler, *options, *wire, str(source), "-lcrypto", "-o", str(program)], check=True)
     return program
 
 

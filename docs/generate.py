@@ -255,6 +255,7 @@ CASES = (
             "a first rendezvous, driver's CPU per worker",
             "next world after a loss",
             "a loss, driver's CPU per worker",
+            "a loss, bytes to a worker (bodies)",
             "a loss, bytes to a worker (with heads)",
         )
     ),

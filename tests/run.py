@@ -1,8 +1,7 @@
 """The whole test run, as `./build.sh test` starts it: `python -m tests.run`; arguments go to each pytest.
 
-Tests on Spark mostly wait and the others mostly compute, so they run at once; those on Spark on two clusters, one for
-the tests that share a session, after which the plain ones run, so that all streams end together. The first stream
-prints as it goes, the output of the others comes at the end.
+It has parts, each a process of its own, of which AT_ONCE run at a time: while one waits, others compute. They begin in
+the order below, long ones first, so that all end together. What a part prints comes when it ends.
 """
 
 from __future__ import annotations
@@ -11,52 +10,62 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
 PYTHON = sys.executable
 ON_S3 = os.environ | {"PYTHONPATH": f"{BUILD}/s3:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
-# Longer than any of these tests may take: one that even its own limit cannot end, ends the run, with all stacks.
+# Longer than any of these tests may take: one that even its own limit cannot end, ends its part, with all stacks.
 PYTEST = [PYTHON, "-m", "pytest", "-o", "faulthandler_timeout=720", "-o", "faulthandler_exit_on_timeout=true"]
 CHOSEN = "not faults or ci"
 SHARED, OWN = f"({CHOSEN}) and not own_session", f"({CHOSEN}) and own_session"
 PLAIN = ["tests/unit", "tests/component/collectives"]
-FILLING = ["tests/simulation", *(f"tests/component/{name}" for name in ("tensorflow", "keras", "worker"))]
-OTHERS = [f"--ignore={folder}" for folder in ("tests/spark", "tests/faults", *PLAIN, *FILLING)]
-# Each stream: what its pytests, one after the other, are to run.
-STREAMS = {
-    "the tests on Spark that share a session, and the plain ones": [
-        ["-m", SHARED, "tests/spark", "tests/faults"],
-        ["-m", CHOSEN, *PLAIN],
-    ],
-    "the tests on Spark with sessions of their own, some without, and those on S3": [
-        ["-m", OWN, "tests/spark", "tests/test_wheel.py"],
-        ["-m", SHARED, *FILLING],
-        ["-m", CHOSEN, "tests/component/s3"],
-    ],
-    "the tests without Spark": [["-m", SHARED, *OTHERS]],
+WORKERS = ["tests/simulation", *(f"tests/component/{name}" for name in ("tensorflow", "keras", "worker"))]
+TORCH, S3 = "tests/component/torch", "tests/component/s3"
+OTHERS = [f"--ignore={folder}" for folder in ("tests/spark", "tests/faults", *PLAIN, *WORKERS, TORCH, S3)]
+AT_ONCE = 3
+# What each pytest is to run.
+PARTS = {
+    "the tests on Spark that share a session": ["-m", SHARED, "tests/spark", "tests/faults"],
+    "the tests on Spark with sessions of their own": ["-m", OWN, "tests/spark", "tests/test_wheel.py"],
+    "the tests on torch": ["-m", CHOSEN, TORCH],
+    "the other tests": ["-m", SHARED, *OTHERS],
+    "the plain tests": ["-m", CHOSEN, *PLAIN],
+    "the tests of workers": ["-m", CHOSEN, *WORKERS],
+    "the tests on S3": ["-m", CHOSEN, S3],
 }
+ENGINE = ["ctest", "--test-dir", f"{BUILD}/native", "--output-on-failure", "--no-tests=ignore", "-j", "3"]
 running: list[subprocess.Popen[bytes]] = []
-log_paths = {title: BUILD / f"tests-{number}.log" for number, title in enumerate(STREAMS)}
+interrupted = threading.Event()
+printing = threading.Lock()
 
 
-def run_stream(title: str) -> bool:
-    """Whether all tests passed. Each process has a session of its own, so that it gets Ctrl-C once, by `interrupt`."""
-    log, ends = None if title == next(iter(STREAMS)) else log_paths[title].open("wb"), []
-    for words in STREAMS[title]:
-        command = [*PYTEST, *(sys.argv[1:] or ["--durations=30"]), *words]
-        environment = ON_S3 if words[-1].endswith("s3") else None
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+def run_part(title: str, command: list[str], needed: list[Future[None]], environment: dict[str, str]) -> bool:
+    """Whether all tests passed. A part has a session of its own, so that it gets Ctrl-C once, by `interrupt`."""
+    for each in needed:
+        each.result()
+    if interrupted.is_set():
+        return False
+    print(f"== {title} begin", flush=True)
+    began, log = time.monotonic(), BUILD / f"tests-{title.replace(' ', '-')}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
         running.append(process)
-        ends.append(process.wait())
-        if ends[-1] == 2:  # interrupted
-            break
-    return not any(ends)
+        status = process.wait()
+    with printing:
+        print(f"== {title}, {time.monotonic() - began:.0f} s", flush=True)
+        print(log.read_text(errors="replace"), flush=True)
+    return status == 0
 
 
 def interrupt(*_: object) -> None:
+    interrupted.set()
     for process in running:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -74,23 +83,28 @@ def archive_classes() -> None:
         ready.write_text(wanted)
 
 
+def install_s3() -> None:
+    """Without its packages, the tests on S3 would be skipped."""
+    subprocess.run([PYTHON, "tests/environment.py", "packages", "s3"], check=True)
+    subprocess.run([PYTHON, "-W", "ignore", "-c", "import s3fs, moto.server"], env=ON_S3, check=True)
+
+
 def main() -> int:
     """The exit status."""
-    with ThreadPoolExecutor(len(STREAMS)) as pool:
-        archived = pool.submit(archive_classes)
-        native = ["ctest", "--test-dir", BUILD / "native", "--output-on-failure", "--no-tests=ignore"]
-        subprocess.run(native, check=True)
-        subprocess.run([PYTHON, "tests/environment.py", "packages", "s3"], check=True)
-        # Without them, the tests on S3 would be skipped.
-        subprocess.run([PYTHON, "-W", "ignore", "-c", "import s3fs, moto.server"], env=ON_S3, check=True)
-        archived.result()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, interrupt)
-        passed = list(pool.map(run_stream, STREAMS))
-    for title in list(STREAMS)[1:]:
-        print(f"== {title}", flush=True)
-        print(log_paths[title].read_text(errors="replace"), flush=True)
-    return 0 if all(passed) else 1
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    with ThreadPoolExecutor(2) as makers, ThreadPoolExecutor(AT_ONCE) as players:
+        classes, s3 = makers.submit(archive_classes), makers.submit(install_s3)
+
+        def play(title: str, *words: str) -> Future[bool]:
+            needed = [classes] * ("tests/spark" in words) + [s3] * (S3 in words or OWN in words)
+            environment = ON_S3 if S3 in words else dict(os.environ)
+            return players.submit(run_part, title, list(words), needed, environment)
+
+        options = sys.argv[1:] or ["--durations=30"]
+        parts = [play(title, *PYTEST, *options, *words) for title, words in PARTS.items()]
+        parts.append(play("the engine's own tests", *ENGINE))
+        return 0 if all(part.result() for part in parts) else 1
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <queue>
 #include <random>
@@ -36,8 +37,8 @@ namespace {
 
 constexpr int kAtOnce = 64;  // workers that come at the same time
 constexpr int kPerHost = 8;
-constexpr int kVersion = 7;       // of the wire
-constexpr int kWorldsToldAll = 64;  // members of a world up to this size are told all addresses
+constexpr int kVersion = WIRE_VERSION;
+constexpr int kWorldsToldAll = SMALL_WORLD;  // members of a world up to this size are told all addresses
 
 [[noreturn]] void die(const string& why) {
   fprintf(stderr, "swarm: %s\n", why.c_str());
@@ -78,23 +79,43 @@ string sign(const string& head, const char* body, size_t size) {
     hex += "0123456789abcdef"[byte >> 4];
     hex += "0123456789abcdef"[byte & 15];
   }
-  return hex;
+  return hex.substr(0, SIGNATURE_DIGITS);
 }
 
 // ---- what an answer says
 
-string textOf(const string& body, const string& name, const char* end) {
-  const size_t at = body.find("\"" + name + "\":");
-  if (at == string::npos) die("an answer has no " + name + ": " + body.substr(0, 300));
-  const size_t from = at + name.size() + 3;
-  return body.substr(from, body.find_first_of(end, from) - from);
-}
+// JSON of a reply: a list, or the text of anything else. Fields at their default are missing at the end of a list.
+struct Row {
+  string text;  // without quotes
+  std::vector<Row> items;
 
-long numberOf(const string& body, const string& name) { return atol(textOf(body, name, ",}").c_str()); }
+  const Row& at(size_t place) const {
+    static const Row none;
+    return place < items.size() ? items[place] : none;
+  }
+  long number() const { return atol(text.c_str()); }
+};
+
+Row parse(const string& body, size_t& at) {
+  Row row;
+  if (body[at] != '[') {
+    const bool isQuoted = body[at] == '"';
+    const size_t from = at + isQuoted, end = body.find_first_of(isQuoted ? "\"" : ",]", from);
+    row.text = body.substr(from, end - from);
+    at = end + isQuoted;
+    return row;
+  }
+  while (body.at(++at) != ']') {
+    row.items.push_back(parse(body, at));
+    if (body.at(at) == ']') break;
+  }
+  at++;
+  return row;
+}
 
 // ---- connections
 
-using OnAnswer = std::function<void(const string& body)>;
+using OnAnswer = std::function<void(const Row& reply)>;
 
 int epoll = -1;
 sockaddr_in server{};
@@ -103,7 +124,7 @@ std::mt19937_64 random64(7);
 
 class Line {
  public:
-  // `onAnswer` gets the body of the answer. One request at a time.
+  // `onAnswer` gets the reply. One request at a time.
   void post(const string& kind, const string& message, double hold, OnAnswer onAnswer) {
     char head[96];
     snprintf(head, sizeof head, "{\"v\":%d,\"attempt\":1,\"hold\":%g,\"message\":{", kVersion, hold);
@@ -112,9 +133,8 @@ class Line {
     open();
     session_.clear();
     for (int i = 0; i < 32; i++) session_ += "0123456789abcdef"[random64() & 15];
-    send("/rendezvous/hello", "", [this, path, body, onAnswer = std::move(onAnswer)](const string& answer) mutable {
-      const string quoted = textOf(answer, "session", ",}");
-      session_ = quoted.substr(1, quoted.size() - 2);
+    send("/rendezvous/hello", "", [this, path, body, onAnswer = std::move(onAnswer)](const Row& session) mutable {
+      session_ = session.text;
       send(path, body, std::move(onAnswer));
     });
   }
@@ -139,16 +159,17 @@ class Line {
     received_.erase(0, end + 4 + length);
     const string status = head.substr(9, 3);
     const string proof = "reply\n" + session_ + "\n" + std::to_string(count_ - 1) + "\n" + status + "\n";
-    if (status != "200" || body.find("\"reply\":") == string::npos) {
-      if (body.find("\"session\":") == string::npos) die(head + body.substr(0, 500));
-    }
-    if (field(head, "x-elastic-signature") != sign(proof, body.data(), body.size())) die("a wrong proof");
+    const string session = "{\"session\":\"";
+    const bool isSession = body.compare(0, session.size(), session) == 0;
+    if (status != "200" || (body[0] != '[' && !isSession)) die(head + body.substr(0, 500));
+    if (field(head, SIGNATURE_FIELD) != sign(proof, body.data(), body.size())) die("a wrong proof");
     answers++;
     headBytes += end + 4;
     bodyBytes += length;
     const OnAnswer onAnswer = std::move(onAnswer_);
     onAnswer_ = nullptr;
-    onAnswer(body);
+    size_t begin = isSession ? session.size() - 1 : 0;
+    onAnswer(parse(body, begin));
   }
 
  private:
@@ -217,8 +238,8 @@ class Worker {
   void come(const std::function<void()>& done) {
     const string slot = "\"slot\":\"" + slot_ + "\"";
     line(kSlot).post("RegisterSlot", slot + ",\"host\":\"" + host_ + "\",\"launch\":" + slot_.substr(0, slot_.find('-')), 0,
-                     [this, slot, done](const string&) {
-      line(kSlot).post("WorkerStarted", slot + ",\"worker\":\"" + name_ + "\"", 0, [this, done](const string&) {
+                     [this, slot, done](const Row&) {
+      line(kSlot).post("WorkerStarted", slot + ",\"worker\":\"" + name_ + "\"", 0, [this, done](const Row&) {
         if (connections > 1) watchSlot();
         if (connections > 1) watch();
         done();
@@ -227,24 +248,31 @@ class Worker {
   }
 
   void ask(bool planned, int suspect = -1) {
-    string message = me() + ",\"fence\":" + (fence_.empty() ? "null" : fence_) + ",\"planned\":" +
+    string message = me() + ",\"fence\":" + fence_ + ",\"planned\":" +
                      (planned ? "true" : "false") + ",\"address\":\"" + address_ + "\"";
-    if (!fence_.empty()) message += ",\"position\":{\"epoch\":0,\"phase\":0,\"step\":" + std::to_string(generation_) + "}";
+    if (generation_ > 0) message += ",\"position\":{\"epoch\":0,\"phase\":0,\"step\":" + std::to_string(generation_) + "}";
     if (suspect >= 0) message += ",\"reason\":\"its group broke\",\"suspected_ranks\":[" + std::to_string(suspect) + "]";
-    line(kWorker).post("RequestNextWorld", message, 20, [this, planned, suspect](const string& body) {
-      if (body.find("\"fence\":") == string::npos) return ask(planned, suspect);
-      fence_ = textOf(body, "fence", "}") + "}";
-      generation_ = numberOf(body, "generation");
-      rank_ = numberOf(body, "rank");
-      const long size = numberOf(body, "size");
-      if (size <= kWorldsToldAll || rank_ + 1 == size) return tellFormed();
+    line(kWorker).post("RequestNextWorld", message, 20, [this, planned, suspect](const Row& reply) {
+      const Row& world = reply.at(0);
+      if (world.items.empty()) return ask(planned, suspect);
+      generation_ = world.at(0).at(1).number();
+      fence_ = fenceOf(world.at(0));
+      rank_ = world.at(2).at(3).number();
+      const long size = world.at(1).number();
+      moveKnown(reply.at(3));
+      if (size <= kWorldsToldAll) return tellFormed();
       // What its collectives need: the next rank's and, among hosts' first ranks, those at the distances of a tree.
-      string ranks = std::to_string(rank_ + 1);
-      if (rank_ % kPerHost == 0) {
-        for (long step = kPerHost; rank_ + step < size; step *= 2) ranks += "," + std::to_string(rank_ + step);
-      }
-      line(kWorker).post("FindAddresses", me() + ",\"fence\":" + fence_ + ",\"ranks\":[" + ranks + "]", 0,
-                         [this](const string&) { tellFormed(); });
+      std::vector<long> ranks;
+      if (rank_ + 1 < size) need(rank_ + 1, ranks);
+      for (long step = kPerHost; rank_ % kPerHost == 0 && rank_ + step < size; step *= 2) need(rank_ + step, ranks);
+      if (ranks.empty()) return tellFormed();
+      string listed;
+      for (const long rank : ranks) listed += (listed.empty() ? "" : ",") + std::to_string(rank);
+      line(kWorker).post("FindAddresses", me() + ",\"fence\":" + fence_ + ",\"ranks\":[" + listed + "]", 0,
+                         [this, ranks](const Row& found) {
+        for (size_t i = 0; i < ranks.size(); i++) known_[ranks[i]] = found.at(0).at(i).text;
+        tellFormed();
+      });
     });
   }
 
@@ -253,8 +281,8 @@ class Worker {
     callAt(due, [this, due, end, paced] {
       const string message = "\"slot\":\"" + slot_ + "\",\"worker\":\"" + name_ +
                              "\",\"state\":\"S\",\"waits\":true,\"seconds\":0.1";
-      line(kSlot).post("Heartbeat", message, 0, [this, due, end, paced](const string& body) {
-        const double every = atof(textOf(body, "heartbeat_interval", ",}").c_str());
+      line(kSlot).post("Heartbeat", message, 0, [this, due, end, paced](const Row& reply) {
+        const double every = reply.items.empty() ? 1.0 : atof(reply.at(0).text.c_str());
         beat(std::max(due + (paced ? every : 0.0), now()), end, paced);
       });
     });
@@ -266,8 +294,8 @@ class Worker {
     all_[kWorker].close();
     all_[kWorkerWatch].close();
     const string message = "\"slot\":\"" + slot_ + "\",\"worker\":\"" + name_ + "\",\"exit_code\":-9";
-    if (connections > 1) line(kSlot).post("WorkerExited", message, 0, [](const string&) {});
-    else reporter_.post("WorkerExited", message, 0, [](const string&) {});
+    if (connections > 1) line(kSlot).post("WorkerExited", message, 0, [](const Row&) {});
+    else reporter_.post("WorkerExited", message, 0, [](const Row&) {});
   }
 
   bool isDead() const { return isDead_; }
@@ -277,29 +305,50 @@ class Worker {
  private:
   enum { kSlot, kWorker, kSlotWatch, kWorkerWatch };
 
+  static string fenceOf(const Row& fence) {
+    return "{\"attempt\":" + fence.at(0).text + ",\"generation\":" + fence.at(1).text + "}";
+  }
+
+  // The addresses that it knows, by the ranks of the world that it got now.
+  void moveKnown(const Row& runs) {
+    std::map<long, string> known;
+    long rank = 0;
+    for (const Row& run : runs.items) {
+      const long first = run.at(0).number(), count = run.at(1).number();
+      for (auto at = known_.lower_bound(first); first >= 0 && at != known_.end() && at->first < first + count; at++) {
+        known[at->first + rank - first] = at->second;
+      }
+      rank += count;
+    }
+    known_.swap(known);
+  }
+
+  void need(long rank, std::vector<long>& ranks) const {
+    if (known_.count(rank) == 0) ranks.push_back(rank);
+  }
+
   string me() const { return "\"worker\":\"" + name_ + "\""; }
   Line& line(size_t which) { return all_[connections > 1 ? which : static_cast<size_t>(kWorker)]; }
 
   void tellFormed() {
-    line(kWorker).post("WorldFormed", me() + ",\"fence\":" + fence_, 0, [this](const string&) {
+    line(kWorker).post("WorldFormed", me() + ",\"fence\":" + fence_, 0, [this](const Row&) {
       finish();
       if (connections == 1) watch();
     });
   }
 
   void watchSlot() {
-    line(kSlotWatch).post("WatchSlot", "\"slot\":\"" + slot_ + "\",\"seen\":0", 20, [this](const string& body) {
-      if (textOf(body, "release", ",}") == "null") watchSlot();
+    line(kSlotWatch).post("WatchSlot", "\"slot\":\"" + slot_ + "\",\"seen\":0", 20, [this](const Row& commands) {
+      if (commands.items.size() < 3) watchSlot();
     });
   }
 
   void watch() {
     const string message = me() + ",\"ended_fence\":" + ended_ + ",\"version\":" + version_;
-    line(kWorkerWatch).post("WatchWorker", message, 20, [this](const string& body) {
+    line(kWorkerWatch).post("WatchWorker", message, 20, [this](const Row& update) {
       const string before = ended_;
-      version_ = textOf(body, "version", "}") + "}";
-      ended_ = textOf(body, "ended_fence", "}");
-      ended_ = ended_.compare(0, 4, "null") == 0 ? "null" : ended_ + "}";
+      if (!update.at(0).items.empty()) ::die("no order announces a change");
+      if (update.items.size() > 1) ended_ = fenceOf(update.at(1));
       if (connections > 1) watch();
       const bool isOver = ended_ != before && ended_ == fence_;
       if (isOver && suspect_ >= 0) return ask(false, static_cast<int>(suspect_));
@@ -308,7 +357,8 @@ class Worker {
   }
 
   const string slot_, name_, host_;
-  string address_, fence_, ended_ = "null", version_ = "{\"number\":0,\"job_ends\":false,\"update\":0}";
+  std::map<long, string> known_;  // addresses of members of its world, by rank
+  string address_, fence_ = "null", ended_ = "null", version_ = "{\"number\":0,\"job_ends\":false,\"update\":0}";
   long generation_ = 0, rank_ = -1, suspect_ = -1;
   bool isDead_ = false;
   std::array<Line, 4> all_;

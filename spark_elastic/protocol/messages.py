@@ -6,6 +6,7 @@ answers without the machine, as its long polls, are in `rendezvous.messages`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -71,10 +72,23 @@ class NextWorld:
     world: WorldView | None = None  # in which the worker is a member
     stop: str | None = None  # why the worker must end
     addresses: tuple[str, ...] = ()  # members', by rank; none of a large world, or if one is not known
+    # Members of a large world, in order: so many in a row, who had the ranks from that one on in the world that the
+    # worker left, with the addresses that they had there; rank -1: others. Empty: too many runs, or another world.
+    runs: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_undecided(self) -> bool:
         return self.world is None and self.stop is None
+
+    def find_known(self, before: Mapping[int, str]) -> dict[int, str]:
+        """By rank: the addresses that came with the world, and those of members whom the worker knew before."""
+        known, rank = dict(enumerate(self.addresses)), 0
+        for first, count in self.runs:
+            known |= {
+                rank + old - first: at for old, at in before.items() if 0 <= first <= old < first + count
+            }
+            rank += count
+        return known
 
 
 # ---- from slots

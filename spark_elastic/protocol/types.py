@@ -62,7 +62,7 @@ class WorkerId(_Id):
     @property
     def slot(self) -> SlotId:
         """The slot that the worker ran in."""
-        return SlotId(self.rpartition(".")[0])
+        return str.__new__(SlotId, self.rpartition(".")[0])  # its form was checked with the whole
 
     @property
     def number(self) -> int:
@@ -235,10 +235,9 @@ class World:
             position=self.position,
             receives=bool(self.resume) or me.position != self.position,
             has_receivers=bool(self.receivers),
-            reason=self.reason,
+            is_homogeneous=self._is_homogeneous,
             version=self.version,
             resume=self.resume,
-            is_homogeneous=self._is_homogeneous,
         )
 
     @cached_property
@@ -267,12 +266,11 @@ class WorldView:
     host_ranks: tuple[int, ...]  # ranks of the members on its host, in order, its own among them
     source: int | None  # as in `World`
     position: Position | None  # as in `World`
-    receives: bool  # it takes the source's state
-    has_receivers: bool  # any member does; False: no broadcast at all
-    reason: str  # as in `World`
+    receives: bool = False  # it takes the source's state
+    has_receivers: bool = False  # any member does; False: no broadcast at all
+    is_homogeneous: bool = True  # all machines have as many members
     version: MembershipVersion = INITIAL_VERSION  # as in `World`
     resume: tuple[Checkpoint, ...] = ()  # as in `World`
-    is_homogeneous: bool = True  # all machines have as many members
 
 
 class WorkerStatus(Enum):

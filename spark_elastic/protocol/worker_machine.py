@@ -98,7 +98,7 @@ def _receive_world(state: WorkerState, world: WorldView) -> StepResult:
         after, commands = _ask_for_world(entered, why)
     else:
         after = replace(entered, open=True)
-        commands = (do.Form(f"rank {me.rank} of {world.size}: {world.reason}", world),)
+        commands = (do.Form(f"rank {me.rank} of {world.size}", world),)
     return after, (*closing, *commands)
 
 

@@ -2,10 +2,11 @@
 
 A client begins each connection with a hello under a random nonce; the server answers with a session id. Each later
 request carries the session, a counter that grows, and an HMAC-SHA256 over purpose, method, path, session, counter and
-body. The server remembers the last counter of each session, so replays are refused without clocks; one that forgot a
-session refuses its requests, and the client dials again. With each request a client names the sessions whose
-connections broke, so that none takes effect after its own repeat, or after what its sender asked for next. Replies are
-signed over the request's session and counter and their own status and body. A proxy between may spread the requests.
+body, cut to half its length (RFC 2104, section 5). The server remembers the last counter of each session, so replays
+are refused without clocks; one that forgot a session refuses its requests, and the client dials again. With each
+request a client names the sessions whose connections broke, so that none takes effect after its own repeat, or after
+what its sender asked for next. Replies are signed over the request's session and counter and their own status and body.
+A proxy between may spread the requests.
 
 TLS clients accept exactly the certificate that came with the job's key: they check no authority, name or date.
 """
@@ -29,6 +30,7 @@ from spark_elastic.errors import InvalidInput
 HELLO = "/rendezvous/hello"
 SCHEME = "Elastic "
 REPLY_HEADER = "x-elastic-signature"
+SIGNATURE_DIGITS = 32  # hexadecimal
 HIGHEST_COUNT = 10**15  # above all that a header can have
 
 
@@ -38,7 +40,7 @@ class Credentials:
 
     session: str  # the id that the server gave; in a hello, the client's nonce; 32 characters
     count: int  # grows with each request of a session; 0 in a hello alone
-    signature: str  # HMAC-SHA256 in 64 hexadecimal digits
+    signature: str  # the first half of an HMAC-SHA256, in `SIGNATURE_DIGITS`
 
     def header(self) -> str:
         return f"{SCHEME}{self.session}.{self.count}.{self.signature}"
@@ -47,7 +49,7 @@ class Credentials:
 def parse_credentials(header: str) -> Credentials | None:
     """None if the header does not have the form of `Credentials.header`."""
     parts = header.removeprefix(SCHEME).split(".") if header.startswith(SCHEME) else []
-    if len(parts) != 3 or len(parts[0]) != 32 or len(parts[2]) != 64:
+    if len(parts) != 3 or len(parts[0]) != 32 or len(parts[2]) != SIGNATURE_DIGITS:
         return None
     session, count, signature = parts
     if not (count.isascii() and count.isdigit() and len(count) <= 15):
@@ -81,7 +83,7 @@ def _compute_mac(key: bytes, head: str, body: bytes) -> str:
     mac = _begin_mac(key).copy()
     mac.update(head.encode())
     mac.update(body)
-    return mac.hexdigest()
+    return mac.hexdigest()[:SIGNATURE_DIGITS]
 
 
 @functools.lru_cache(maxsize=16)

@@ -64,8 +64,8 @@ class Connection:
     def send_hello(self, seconds: float) -> None:
         self.session = str(self.post(auth.HELLO, b"", seconds)["session"])
 
-    def post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
-        """The driver's answer, proven to be its own. seconds: how long it may be silent."""
+    def post(self, path: str, body: bytes, seconds: float) -> Any:
+        """The driver's answer (JSON), proven to be its own. seconds: how long it may be silent."""
         credentials = auth.sign_request(self._key, path, self.session, self._count, body)
         self._count += 1
         self.socket.settimeout(seconds)
@@ -79,8 +79,7 @@ class Connection:
             raise TransportError(f"HTTP status {status}")
         if not auth.reply_is_genuine(self._key, credentials, status, text, signature or ""):
             raise Unauthorized(f"Whatever answers at {self._address} does not hold this job's key.")
-        answer: dict[str, Any] = json.loads(codec.decompress(text))
-        return answer
+        return json.loads(text)
 
     def is_usable(self) -> bool:
         """Nothing has come since the last answer, neither an end nor what nobody asked for."""
@@ -167,7 +166,7 @@ class RendezvousClient(AbstractContextManager["RendezvousClient"]):
             broken = self._broken
             body = self._build_envelope(request, hold_seconds, broken)
             seconds = max(MIN_TRY_SECONDS, min(hold_seconds + min(ANSWER_SECONDS, patience * 2**tries), left))
-            failure, answer = None, {}
+            failure, answer = None, None
             try:
                 answer = self._post(path_of(type(request)), body, seconds)
             except TransportError as error:
@@ -183,12 +182,12 @@ class RendezvousClient(AbstractContextManager["RendezvousClient"]):
                 continue
             with self._lock:
                 self._broken -= broken
-            if "stale" in answer:
-                raise StaleGeneration(str(answer["stale"]))
-            if "error" in answer:
+            if isinstance(answer, dict):
+                if "stale" in answer:
+                    raise StaleGeneration(str(answer["stale"]))
                 raise InvalidInput(str(answer["error"]))
             self._last_answered = max(self._last_answered, sent)
-            return codec.read(reply_of(type(request)), answer.get("reply"))
+            return codec.read(reply_of(type(request)), answer)
 
     def close(self) -> None:
         """Free every waiting thread at once; later requests raise `ConnectionClosed`. Any thread, repeatedly."""
@@ -233,8 +232,8 @@ class RendezvousClient(AbstractContextManager["RendezvousClient"]):
 
     # ---- connections
 
-    def _post(self, path: str, body: bytes, seconds: float) -> dict[str, Any]:
-        """The driver's answer; raises `TransportError` if there was none. seconds: how long it may be silent."""
+    def _post(self, path: str, body: bytes, seconds: float) -> Any:
+        """The driver's answer (JSON); raises `TransportError` if there was none. seconds: how long it may be silent."""
         deadline = self.clock.now() + seconds
         try:
             connection = self._take_idle() or self._dial(seconds)

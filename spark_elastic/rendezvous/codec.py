@@ -1,7 +1,8 @@
 """Dataclasses to JSON text and back, checked field by field against their type hints. Pure.
 
 The wire is strict: a missing, unknown or ill-typed field is refused with a sentence that names it. Bytes travel as
-base64, tuples as lists, enums as their value.
+base64, tuples as lists, enums as their value. A dataclass travels as an object or, where both sides have one release,
+as a row: its fields in their order, without the last ones at their default.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import math
 import types
 import typing
-import zlib
 from collections.abc import Callable, Hashable, Mapping
 from enum import Enum
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Reader = Callable[[Any, str], Any]
 
-COMPRESS_ABOVE = 4096  # bytes
+_SCALARS = frozenset((str, int, float, bool, type(None)))
 NON_FINITE = ("nan", "inf", "-inf")  # as Python writes and reads them
 
 
@@ -38,9 +38,9 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def dumps(value: object) -> bytes:
+def dumps(value: object, as_rows: bool = False) -> bytes:
     """One line of JSON in UTF-8. What UTF-8 cannot say (a file's name in a traceback) becomes a question mark."""
-    return _ENCODER.encode(to_plain(value)).encode("utf-8", "replace")
+    return _ENCODER.encode(to_plain(value, as_rows)).encode("utf-8", "replace")
 
 
 def loads(body: bytes) -> dict[str, Any]:
@@ -63,21 +63,6 @@ def from_line(cls: type[T], line: bytes) -> T:
     return read(cls, loads(line))
 
 
-def compress(text: bytes) -> bytes:
-    """`text` as it travels; the announcement of a large world shrinks to a tenth."""
-    return zlib.compress(text, 1) if len(text) > COMPRESS_ABOVE else text
-
-
-def decompress(body: bytes) -> bytes:
-    """What was `compress`ed. Only for bodies that are proven genuine: little can become much."""
-    if body[:1] == b"{":
-        return body
-    try:
-        return zlib.decompress(body)
-    except zlib.error:
-        raise MalformedMessage("the body is neither JSON nor packed") from None
-
-
 def encode_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """With NaN and infinities as text, since JSON has neither; `decode_numbers` reverses it."""
     finite = {name: not isinstance(value, float) or math.isfinite(value) for name, value in numbers.items()}
@@ -88,20 +73,10 @@ def decode_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: float(value) if value in NON_FINITE else value for name, value in values.items()}
 
 
-def to_plain(value: Any) -> Any:
-    """`value` as JSON types: dataclasses become objects, bytes base64."""
-    if isinstance(value, Enum):
-        return value.value
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode("ascii")
-    if isinstance(value, tuple | list):
-        return [to_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    names = _field_names(typing.cast("Hashable", type(value)))
-    return {name: to_plain(getattr(value, name)) for name in names}
+def to_plain(value: Any, as_rows: bool = False) -> Any:
+    """`value` as JSON types: dataclasses become objects or rows, bytes base64."""
+    kind = typing.cast("Hashable", type(value))
+    return value if kind in _SCALARS else _build_writer(kind, as_rows)(value)
 
 
 def read(cls: type[T], value: object) -> T:
@@ -115,8 +90,33 @@ def read_as(hint: Any, value: object, where: str) -> object:
 
 
 @functools.cache
-def _field_names(cls: Hashable) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(typing.cast("type", cls)))
+def _build_writer(kind: Any, as_rows: bool) -> Callable[[Any], Any]:
+    if issubclass(kind, Enum):
+        return lambda value: value.value
+    if issubclass(kind, str):
+        return str
+    if kind is bytes:
+        return lambda value: base64.b64encode(value).decode("ascii")
+    if issubclass(kind, tuple | list):
+        return lambda value: [item if type(item) in _SCALARS else to_plain(item, as_rows) for item in value]
+    if issubclass(kind, dict):
+        return lambda value: {str(key): to_plain(item, as_rows) for key, item in value.items()}
+    fields = dataclasses.fields(kind)
+    names = [field.name for field in fields]
+    if not as_rows:
+        return lambda value: {name: to_plain(getattr(value, name)) for name in names}
+    last_defaults = [field.default for field in reversed(fields)]  # one that there is not equals no value
+    write_items = _build_writer(list, as_rows)
+
+    def write_row(value: Any) -> Any:
+        row = [getattr(value, name) for name in names]
+        for default in last_defaults:
+            if row[-1] is not default and row[-1] != default:
+                break
+            row.pop()
+        return write_items(row)
+
+    return write_row
 
 
 @functools.cache
@@ -198,12 +198,14 @@ def _build_record_reader(cls: type) -> Reader:
     required = {f.name for f in fields if f.default is missing and f.default_factory is missing}
 
     def read_record(value: Any, where: str) -> Any:
+        if isinstance(value, list) and len(value) <= len(readers):
+            value = dict(zip(readers, value, strict=False))
         if not isinstance(value, dict):
-            raise MalformedMessage(f"{where} must be an object")
-        if lacking := required - value.keys():
-            raise MalformedMessage(f"{where} lacks {min(lacking)}")
-        if unknown := value.keys() - readers.keys():
-            raise MalformedMessage(f"{where} has no field {min(unknown)[:40]!r}")
+            raise MalformedMessage(f"{where} must be an object or a row of {len(readers)}")
+        if not value.keys() >= required:
+            raise MalformedMessage(f"{where} lacks {min(required - value.keys())}")
+        if not value.keys() <= readers.keys():
+            raise MalformedMessage(f"{where} has no field {min(value.keys() - readers.keys())[:40]!r}")
         return cls(**{name: readers[name](item, f"{where}.{name}") for name, item in value.items()})
 
     return read_record

@@ -109,19 +109,17 @@ class LongPoll:
         """Look for a reply, after what this thread does now: several changes at once are one answer."""
         if not self._is_woken:
             self._is_woken = True
-            self._loop.call_soon(self._look)
+            self._loop.call_soon(self._end_if_answered, False)
 
     def cancel(self, reset: bool | None) -> None:
         self._timer.cancel()
         self.waiters.remove(self.topic, self)
         self.on_ended(reset)
 
-    def _look(self) -> None:
-        self._is_woken = False
-        if not self._timer.cancelled():
-            self._end_if_answered(False)
-
     def _end_if_answered(self, is_last: bool) -> None:
+        self._is_woken = False
+        if self._timer.cancelled():
+            return
         response = self.respond(lambda: self.find_reply(is_last))
         if isinstance(response, Response):
             self.cancel(None)

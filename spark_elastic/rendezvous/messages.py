@@ -19,7 +19,7 @@ from spark_elastic.protocol.messages import (
 )
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId
 
-VERSION = 8  # of the wire format; client and server must have the same
+VERSION = 9  # of the wire format; client and server must have the same
 SLOT_LINE_PREFIX = "spark_elastic: "  # begins a slot's own log line, which the driver always logs
 MAX_BODY_BYTES = 8 << 20  # of a request
 MAX_ANSWER_BYTES = 512 << 20  # all values of the key-value store
@@ -83,9 +83,9 @@ class LogLines(SlotRequest[Acknowledged]):
 class WorkerUpdate:
     """What a worker must know at once."""
 
-    version: MembershipVersion  # the newest membership version
+    version: MembershipVersion = INITIAL_VERSION  # the newest membership version
     ended_fence: Fence | None = None  # the fence of the newest world that is over; None: none is yet
-    end_reason: str = ""  # why that world is over; "" if none is
+    end_reason: str = ""  # why that world is over; "" if none is, or of a large one: the driver's log has it
     stop: str | None = None  # why the worker must end; None: it continues
 
 

@@ -8,10 +8,11 @@ wait is a long poll.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import ipaddress
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,7 @@ from spark_elastic.rendezvous.status_app import StatusApp
 log = logging.getLogger("spark_elastic.rendezvous")
 
 MIN_KEY_BYTES = 16
+ACKNOWLEDGED = messages.Acknowledged()
 
 Handler = Callable[[Any], object]  # given a message: the reply, or the long poll that waits for it
 Handlers = Mapping[type[messages.DriverRequest[Any]], Handler]
@@ -99,7 +101,8 @@ class Routes:
         self._state = state
         self._callbacks = callbacks
         self._clock = clock
-        self._connections = ConnectionTracker(callbacks.post, clock)
+        self._connections = ConnectionTracker(self._post, clock)
+        self._events: deque[DriverEvent] = deque()  # not posted yet
 
     def handlers(self) -> Handlers:
         own: Handlers = {
@@ -125,7 +128,7 @@ class Routes:
         if isinstance(message, messages.WorldFormed):
             self._refuse_stale(message.fence)
         self._receive(message)
-        return messages.Acknowledged()
+        return ACKNOWLEDGED
 
     def _register(self, message: messages.RegisterSlot) -> messages.Admission:
         unfit = message.unfit or self._callbacks.admit(message.facts) or ""
@@ -157,7 +160,7 @@ class Routes:
             return reply
         if isinstance(message, messages.RequestNextWorld):
             message = self._name_suspects(message)
-        self._receive(message)
+        self._receive(message, is_answered=False)
         return self._poll(_sender(message), (Subject.WORLD, message.worker), find_answer)
 
     def _name_suspects(self, message: messages.RequestNextWorld) -> messages.RequestNextWorld:
@@ -167,15 +170,28 @@ class Routes:
         suspects = tuple(members[rank].worker for rank in ranks)
         return dataclasses.replace(message, suspects=(*message.suspects, *suspects)) if suspects else message
 
-    def _receive(self, message: messages.DriverMessage) -> None:
+    def _receive(self, message: messages.DriverMessage, is_answered: bool = True) -> None:
+        """is_answered: once the driver has it. Those that wait wake the driver's thread once for all that are there."""
         self._connections.mark_connected(_sender(message))
-        self._callbacks.post(events.Received(self._clock.now(), message))
+        self._events.append(events.Received(self._clock.now(), message))
+        if is_answered:
+            self._post_all()
+        else:
+            asyncio.get_running_loop().call_soon(self._post_all)
+
+    def _post(self, event: DriverEvent) -> None:
+        self._events.append(event)
+        self._post_all()
+
+    def _post_all(self) -> None:
+        while self._events:
+            self._callbacks.post(self._events.popleft())
 
     # ---- messages that the server answers by itself
 
     def _logs(self, message: wire.LogLines) -> messages.Acknowledged:
         self._callbacks.on_logs(message)
-        return messages.Acknowledged()
+        return ACKNOWLEDGED
 
     def _watch_slot(self, message: wire.WatchSlot) -> object:
         self._connections.mark_connected(_sender(message))
@@ -198,7 +214,7 @@ class Routes:
 
     def _report(self, message: wire.Report) -> messages.Acknowledged:
         self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
-        return messages.Acknowledged()
+        return ACKNOWLEDGED
 
     def _find_addresses(self, message: wire.FindAddresses) -> object:
         self._connections.mark_connected(_sender(message))
@@ -270,6 +286,7 @@ class Dispatcher:
         self._attempt = attempt
         self._handlers = {wire.path_of(cls): (cls, handler) for cls, handler in handlers.items()}
         self._sessions = auth.Sessions()
+        self._encoded: tuple[object, bytes] = None, b""  # the newest reply and its text
 
     def __call__(self, request: HttpRequest) -> Response | AnswerBody:
         credentials = auth.parse_credentials(request.fields.get("authorization", ""))
@@ -287,7 +304,7 @@ class Dispatcher:
             return Response(401, is_last=True)
         if path == auth.HELLO:
             session = self._sessions.open(credentials.session)  # unauthenticated: it may be a replay
-            return self._sign(credentials, 200, _encode_text("session", session), is_authenticated=False)
+            return self._sign(credentials, 200, codec.dumps({"session": session}), is_authenticated=False)
         if not self._sessions.use(credentials):
             return Response(401, is_last=True)
         reply = self._respond(path, credentials, lambda: self._handle(path, body))
@@ -320,15 +337,21 @@ class Dispatcher:
             reply = compute()
             if reply is None or isinstance(reply, LongPoll):
                 return reply
-            status, text = 200, codec.compress(_encode_text("reply", reply))
+            status, text = 200, self._encode_reply(reply)
         except StaleGeneration as error:
-            status, text = 200, _encode_text("stale", str(error))
+            status, text = 200, codec.dumps({"stale": str(error)})
         except (codec.MalformedMessage, InvalidInput) as error:
-            status, text = 400, _encode_text("error", f"Request {path} was refused: {error}.")
+            status, text = 400, codec.dumps({"error": f"Request {path} was refused: {error}."})
         except Exception as error:
             log.exception("answering %s failed", path)
-            status, text = 500, _encode_text("error", f"The driver failed to answer {path}: {error!r}.")
+            status, text = 500, codec.dumps({"error": f"The driver failed to answer {path}: {error!r}."})
         return self._sign(credentials, status, text)
+
+    def _encode_reply(self, reply: object) -> bytes:
+        """As a row. Many workers get the same one after the other: it is encoded once."""
+        if self._encoded[0] is not reply:
+            self._encoded = reply, codec.dumps(reply, as_rows=True)
+        return self._encoded[1]
 
     def _sign(
         self, credentials: auth.Credentials, status: int, text: bytes, is_authenticated: bool = True
@@ -347,10 +370,6 @@ class Dispatcher:
             raise StaleGeneration(
                 f"this driver holds attempt {self._attempt} of the run, and the request is of attempt {attempt}"
             )
-
-
-def _encode_text(kind: str, value: object) -> bytes:
-    return codec.dumps({"v": wire.VERSION, kind: value})
 
 
 @dataclass(eq=False, repr=False)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from spark_elastic.errors import InvalidInput, StaleGeneration
 from spark_elastic.protocol.messages import NextWorld
-from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, SlotId, WorkerId, World
+from spark_elastic.protocol.types import Fence, MembershipVersion, SlotId, WorkerId, World
 from spark_elastic.rendezvous.http_server import Subject, Waiters
 from spark_elastic.rendezvous.messages import (
     CompareAndSet,
@@ -24,8 +23,9 @@ from spark_elastic.rendezvous.messages import (
 )
 
 # Members of a world that are told the addresses of all of them with their place in it; those of a larger one ask for
-# each that they need.
+# each that they need and did not know.
 SMALL_WORLD = 64
+MAX_RUNS = 16  # of a large world's members that were in the one before, as `NextWorld.runs` has them
 GENERATION = "generation/"  # begins the scopes that only `open` makes
 
 
@@ -107,6 +107,20 @@ class KeyValueStore:
         return self._scopes.setdefault(name, {})
 
 
+def find_runs(before: World, world: World, moved: Container[WorkerId]) -> tuple[tuple[int, int], ...]:
+    """Who of a world's members was in the one before, as `NextWorld.runs` tells it. moved: those at another address."""
+    runs: list[tuple[int, int]] = []
+    for member in world.members:
+        old = None if member.worker in moved else before.member(member.worker)
+        rank = -1 if old is None else old.rank
+        first, count = runs[-1] if runs else (-2, 0)
+        if rank == (first if first == -1 else first + count):
+            runs[-1] = first, count + 1
+        else:
+            runs.append((rank, 1))
+    return tuple(runs) if len(runs) <= MAX_RUNS else ()
+
+
 class ServerState:
     """The current world, aborts, versions, commands to slots and the job's end. Changes wake the polls they concern."""
 
@@ -116,9 +130,12 @@ class ServerState:
         self.ended: str | None = None
         self.addresses: dict[WorkerId, str] = {}  # of workers that have asked for a world
         self._addresses_of_all: tuple[str, ...] = ()  # in the current world, if it is small
+        self._moved: set[WorkerId] = set()  # whose address has changed since the current world
         self._world: World | None = None
+        self._before: Fence | None = None  # of the world before the current one, of which `_runs` tells
+        self._runs: tuple[tuple[int, int], ...] = ()
         self._abort_reason: str | None = None  # why the current world is over
-        self._update = WorkerUpdate(INITIAL_VERSION)  # what all must know that continue
+        self._update = WorkerUpdate()  # what all must know that continue
         self._stops: dict[WorkerId, WorkerToStop] = {}
         self._commands: defaultdict[SlotId, list[WorkerToStop]] = defaultdict(list)
         self._released: dict[SlotId, str] = {}
@@ -126,22 +143,33 @@ class ServerState:
     # ---- the driver's calls
 
     def publish(self, world: World) -> None:
-        if self._world is not None and self._abort_reason is None:
-            self._end_world(self._world.fence, world.reason)
+        before, is_large = self._world, world.size > SMALL_WORLD
+        if before is not None and self._abort_reason is None:
+            self._end_world(before, world.reason)
+            # Its members have left it, and those who are in the new one learn of that one.
+            left_out = [member.worker for member in before.members if world.member(member.worker) is None]
+            self.waiters.wake(*((Subject.UPDATE, worker) for worker in left_out))
+        self._before = None if before is None else before.fence
+        self._runs = find_runs(before, world, self._moved) if before is not None and is_large else ()
+        self._moved.clear()
         self._world, self._abort_reason = world, None
         self.values.open(name_generation_scope(world.fence.generation))
-        addresses = self.find_addresses(range(world.size)) if world.size <= SMALL_WORLD else ()
+        addresses = () if is_large else self.find_addresses(range(world.size))
         self._addresses_of_all = addresses if all(addresses) else ()
         self.waiters.wake(*((Subject.WORLD, member.worker) for member in world.members))
 
     def abort(self, fence: Fence, reason: str) -> None:
         """Ignores a fence other than the current world's: that world is over."""
-        if self._world is not None and self._world.fence == fence and self._abort_reason is None:
+        world = self._world
+        if world is not None and world.fence == fence and self._abort_reason is None:
             self._abort_reason = reason
-            self._end_world(fence, reason)
+            self._end_world(world, reason)
+            # Also those who are no members: they may watch a world before it.
+            self.waiters.wake_all(Subject.UPDATE)
 
     def announce(self, version: MembershipVersion) -> None:
-        self._renew_update(version=version)
+        self._update = dataclasses.replace(self._update, version=version)
+        self.waiters.wake_all(Subject.UPDATE)
 
     def stop_worker(self, worker: WorkerId, reason: str, kill: bool) -> None:
         slot = worker.slot
@@ -160,20 +188,17 @@ class ServerState:
             self.values.close_generations()
             self.waiters.wake_all(*Subject)
 
-    def _end_world(self, fence: Fence, reason: str) -> None:
-        """Tell every worker, also those that are no members: they may watch a world before it."""
+    def _end_world(self, world: World, reason: str) -> None:
         self.values.close_generations()
         self.waiters.wake_all(Subject.VALUES)
-        self._renew_update(ended_fence=fence, end_reason=reason)
-
-    def _renew_update(self, **changes: Any) -> None:
-        self._update = dataclasses.replace(self._update, **changes)
-        self.waiters.wake_all(Subject.UPDATE)
+        told = reason if world.size <= SMALL_WORLD else ""
+        self._update = dataclasses.replace(self._update, ended_fence=world.fence, end_reason=told)
 
     def set_address(self, worker: WorkerId, address: str) -> None:
         """address: "" if it is not known yet, since another process will take the worker's place."""
         if self.addresses.get(worker, "") != address:
             self.addresses[worker] = address
+            self._moved.add(worker)
             if self._world is not None and self._world.member(worker) is not None:
                 self.waiters.wake((Subject.VALUES, name_generation_scope(self._world.fence.generation)))
 
@@ -195,7 +220,8 @@ class ServerState:
         if world is None or (left is not None and left >= world.fence):
             return None
         view = world.view_of(worker)
-        return None if view is None else NextWorld(view, addresses=self._addresses_of_all)
+        runs = self._runs if left == self._before else ()
+        return None if view is None else NextWorld(view, addresses=self._addresses_of_all, runs=runs)
 
     def find_world(self, fence: Fence) -> World | None:
         return self._world if self._world is not None and self._world.fence == fence else None

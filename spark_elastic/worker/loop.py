@@ -85,8 +85,8 @@ class GroupConnector:
     def address(self) -> str:
         return self._endpoint.address
 
-    def connect(self, world: WorldView, addresses: Sequence[str], driver: DriverClient) -> Group:
-        """The group of that world. addresses: of all members; none: the driver is asked for those that it needs."""
+    def connect(self, world: WorldView, addresses: dict[int, str], driver: DriverClient) -> Group:
+        """The group of that world. addresses: of members, by rank; others are added once the group needs them."""
 
         def find_addresses(ranks: Sequence[int]) -> Sequence[str]:
             request = FindAddresses(world.me.worker, world.fence, tuple(ranks))
@@ -95,14 +95,16 @@ class GroupConnector:
             with suppress(StaleGeneration, DriverUnreachable, ConnectionClosed):  # it is over
                 while not all(known) and driver.now() < deadline:
                     known = driver.ask(request, min(MAX_POLL_SECONDS, deadline - driver.now())).addresses
-            return known if all(known) else ()
+            found = dict(zip(ranks, known, strict=True)) if all(known) else {}
+            addresses.update(found)
+            return tuple(found.values())
 
         group = connect(
             self._endpoint,
             world.me.rank,
             world.size,
             (world.fence.attempt, world.fence.generation),
-            lambda own: [address.encode() for address in addresses] or [b""] * world.size,
+            lambda own: [addresses.get(rank, "").encode() for rank in range(world.size)],
             timeout=self._timeout,
             local_ranks=world.host_ranks,
             find_addresses=find_addresses,
@@ -132,7 +134,7 @@ class WorkerLoop:
         self._state = worker_machine.WorkerState(me.worker, fence=me.left, position=me.position)
         self._group: Group | None = None
         self._world: WorldView | None = None
-        self._addresses: tuple[str, ...] = ()  # of the members of the newest world, if the driver gave them
+        self._addresses: dict[int, str] = {}  # of members of the newest world, by rank, that it knows
         self._group_context = GroupContext()
         self._aborted_fence: Fence | None = None
         self._has_to_begin_again = False  # the program, in the next world, for which it needs a new process
@@ -182,7 +184,7 @@ class WorkerLoop:
         if not runs_ahead:
             return self._advance(on.Warm(self.clock.now()))
         world, _ = self._go_alone()
-        return self._advance(self._run_program(do.Run(world.reason, world, None)))
+        return self._advance(self._run_program(do.Run("outside of the loop", world, None)))
 
     def _go_alone(self) -> tuple[WorldView, Group]:
         """For a program outside of its loop: be in a world of one until `_join_others`: R21 (outside of the loop)."""
@@ -306,7 +308,7 @@ class WorkerLoop:
         if answer.world is not None:
             if self._has_to_begin_again:
                 raise BeginAgain(self._state.fence, self._state.position)
-            self._addresses = answer.addresses
+            self._addresses = answer.find_known(dict(self._addresses))  # a collective may still add some
             return on.WorldReceived(now, answer.world)
         return on.StopReceived(now, answer.stop or "")
 
@@ -441,7 +443,8 @@ class DriverWatch:
                 notification_manager.handle_hosts_updated(self.clock.wall(), watched.version.update)
             if watched.ended_fence is not None and watched.ended_fence != ended_fence:
                 ended_fence = watched.ended_fence
-                handle_event(on.AbortReceived(now, ended_fence, watched.end_reason))
+                why = watched.end_reason or "the driver ended this world, and its log says why"
+                handle_event(on.AbortReceived(now, ended_fence, why))
             if watched.stop is not None:
                 self._exit(handle_event(on.StopReceived(now, watched.stop)), watched.stop)
                 return

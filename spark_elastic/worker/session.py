@@ -105,8 +105,7 @@ def has_loop_begun(driver: DriverClient) -> bool:
 
 def make_world_alone(me: WorkerIdentity) -> WorldView:
     member = Member(me.worker, me.slot, me.host, 0, 0, 1, 0, 1, None)
-    reason = "outside of the loop, in which the others are"
-    return WorldView(ALONE, 1, member, (0,), None, None, False, False, reason)
+    return WorldView(ALONE, 1, member, (0,), None, None)
 
 
 # ---- planned changes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,9 @@ from spark_elastic.worker.program import describe_exit
 from tests.leaks import SessionOwned
 
 MOST = 4  # processes that wait for a job
+# What most jobs of torch import. After these, others of this package take no time: processes import them themselves.
+WITH_TORCH = "numpy", "numpy.typing", "spark_elastic.torch", "spark_elastic.handwritten.object_state"
+OURS = re.compile(r"spark_elastic\.[\w.]+")  # without the aliases, which are optional: with a "?"
 # Variables that pytest and libraries set in this process: another environment would need another server.
 LEFT_OUT = ("PYTEST_", "ACCELERATE_", "PYTORCH_", "TORCHINDUCTOR_")
 Process = subprocess.Popen[bytes]
@@ -36,31 +40,38 @@ class WarmSlots:
     def __init__(self, owned: SessionOwned) -> None:
         self._owned = owned
         self._lock = threading.Lock()
-        self._idle: list[Process] = []
-        self._imports: tuple[str, ...] = ()  # of the newest job
+        self._idle: list[tuple[Process, tuple[str, ...]]] = []  # with the imports of its newest job
+        self._modules: dict[tuple[str, ...], dict[str, None]] = {}  # that jobs with these variables import
 
     def widen(self, imports: tuple[str, ...]) -> tuple[str, ...]:
-        """A job's imports, and those of the jobs before it, so that servers need not begin anew, unless they began with
-        other variables."""
-        own, before = ([text for text in each if "=" in text] for each in (imports, self._imports))
-        self._imports = tuple(dict.fromkeys([*self._imports, *imports])) if own == before else imports
-        return self._imports
+        """A job's imports, as modules, and those of the jobs before it with the same variables, so that servers need
+        not begin anew."""
+        variables = tuple(text for text in imports if "=" in text)
+        known = self._modules.setdefault(variables, {})
+        for name in (text.partition(":")[0] for text in imports if "=" not in text):
+            is_quick = OURS.fullmatch(name) or name.partition(".")[0] in sys.stdlib_module_names
+            if not is_quick and not any(f"{other}.".startswith(f"{name}.") for other in known):
+                known.update(dict.fromkeys((name, *WITH_TORCH) if name.startswith("torch") else [name]))
+        return (*variables, *known)
 
-    def take(self) -> Process:
+    def take(self, imports: tuple[str, ...]) -> Process:
+        """One whose server has these imports, or a new one."""
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            fitting = [each for each in self._idle if each[1] == imports]
+            if fitting:
+                self._idle.remove(fitting[-1])
+                return fitting[-1][0]
         return self._start()
 
-    def give_back(self, process: Process) -> None:
+    def give_back(self, process: Process, imports: tuple[str, ...]) -> None:
         with self._lock:
-            self._idle.append(process)
+            self._idle.append((process, imports))
             surplus, self._idle = self._idle[:-MOST], self._idle[-MOST:]
-        for other in surplus:
+        for other, _ in surplus:
             end(other)
 
     def close(self) -> None:
-        for process in self._idle:
+        for process, _ in self._idle:
             end(process)
 
     def _start(self) -> Process:
@@ -90,7 +101,7 @@ class WarmLauncher(ProcessLauncher):
     def start(self, spec: SlotSpec, post: Post) -> None:
         super().start(spec, post)
         if self.pool is not None:
-            self._spec = replace(self.spec, imports=self.pool.widen(self.spec.imports), fork_workers=True)
+            self.spec = replace(self.spec, imports=self.pool.widen(self.spec.imports), fork_workers=True)
 
     def kill(self, launch: int, sig: int = signal.SIGKILL) -> None:
         if launch in self.processes:  # else it has ended, and its process may be another job's
@@ -99,7 +110,7 @@ class WarmLauncher(ProcessLauncher):
     def run_process(self, launch: int, host: str) -> str:
         if self.pool is None:
             return super().run_process(launch, host)
-        process = self.processes[launch] = self.pool.take()
+        process = self.processes[launch] = self.pool.take(self.spec.imports)
         variables = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
         variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         assert process.stdin is not None
@@ -113,7 +124,7 @@ class WarmLauncher(ProcessLauncher):
         if not (said := process.stdout.readline()):
             return f"the slot process ended: {describe_exit(end(process))}"
         del self.processes[launch]
-        self.pool.give_back(process)
+        self.pool.give_back(process, self.spec.imports)
         return str(json.loads(said))
 
 

@@ -23,7 +23,6 @@ from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.job import DriverOptions, LaunchResult, supervise
 from spark_elastic.protocol.types import Limits
 from spark_elastic.runs.checkpoint import CheckpointPolicy, OwnedRun
-from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.training.keras.archive import Archive
 from spark_elastic.training.keras.trainer import KerasTrainProgram, KerasUserObjects
 from spark_elastic.training.spec import Rows, TrainSpec
@@ -31,6 +30,7 @@ from tests.component.column_kinds import CLASSES as KINDS
 from tests.component.column_kinds import FEATURES
 from tests.component.injected_faults import await_fault, inject_faults
 from tests.component.torch.job import CLASSES, RUN, SEED, WIDTH, Follower
+from tests.component.warm_slots import WarmLauncher
 from tests.fit_configs import make_config
 from tests.planned_rows import list_row_ids, read_columns
 
@@ -220,7 +220,7 @@ def train_elastic(
     job: Job, store: Store, manifest: Manifest, folder: Path, acts: Mapping[str, Callable[..., object]]
 ) -> LaunchResult:
     """What the launch returned; the ledger is in the folder. acts: what befalls the launcher, by place."""
-    launcher = ProcessLauncher(
+    launcher = WarmLauncher(
         job.task(store, manifest, str(folder / "ledger")),
         SystemClock(),
         preload=("keras",),

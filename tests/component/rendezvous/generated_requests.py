@@ -96,8 +96,10 @@ def with_key(asking: http.client.HTTPConnection, request_class: type[DriverReque
 def ask_without_key(asking: http.client.HTTPConnection) -> Asks:
     """Whoever lacks the key learns nothing."""
     paths = st.sampled_from([auth.HELLO, *(path_of(cls) for cls in REQUESTS)])
-    digits = st.text("0123456789abcdef", min_size=64, max_size=64)
-    forged = st.builds("Elastic {}.{}.{}".format, digits.map(lambda d: d[:32]), st.integers(0, 9), digits)
+    session, signature = (
+        st.text("0123456789abcdef", min_size=size, max_size=size) for size in (32, auth.SIGNATURE_DIGITS)
+    )
+    forged = st.builds("Elastic {}.{}.{}".format, session, st.integers(0, 9), signature)
     words = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=80)
 
     @SHARED

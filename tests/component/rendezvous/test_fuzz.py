@@ -69,7 +69,7 @@ HEADERS = (
 )  # fmt: skip
 HOSTILE = (
     "", "0", "-1", "1e9", "9" * 400, "0x10", "chunked", "close", "100-continue", "gzip", "../../etc/passwd", "%s%n",
-    "${jndi:x}", "\xff" * 99, "a,b", "Elastic ..", "Elastic " + "0" * 32 + ".1." + "0" * 64, "x" * 15_000,
+    "${jndi:x}", "\xff" * 99, "a,b", "Elastic ..", "Elastic " + "0" * 32 + ".1." + "0" * 32, "x" * 15_000,
 )  # fmt: skip
 PATHS = [auth.HELLO, *map(path_of, REQUESTS), "/status/", "/metrics"]
 

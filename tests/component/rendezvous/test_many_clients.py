@@ -61,6 +61,7 @@ def _live(address: str, job: int, together: threading.Barrier) -> list[WorldView
             world = answer.world
             assert world is not None, answer
             assert (world.me.worker, world.size, answer.addresses) == (f"{job}-0.1", WORKERS, ())
+            assert answer.runs == (((0, WORKERS),) if number else ())
             peers = world.me.rank, (world.me.rank + 1) % WORKERS
             mine, _ = client.ask(FindAddresses(f"{job}-0.1", world.fence, peers)).addresses
             assert mine == f"host-{job}:7000"

@@ -17,7 +17,7 @@ from spark_elastic.rendezvous import auth
 from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.http_server import Bind
-from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, VERSION, LogLines, WatchSlot
+from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, LogLines, WatchSlot
 from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, start_driver
 
@@ -93,9 +93,11 @@ def test_a_driver_that_does_not_answer_is_named_by_host_and_port(deaf: socket.so
     _assert_unreachable("no-such-host.invalid:5")
 
 
-SESSION = json.dumps({"v": VERSION, "session": "0" * 32})
+SESSION = json.dumps({"session": "0" * 32})
 OK = "HTTP/1.1 200 OK\r\n"
-FORGED = f"{auth.REPLY_HEADER}: {'0' * 64}\r\ncontent-length: {len(SESSION)}\r\n\r\n{SESSION}"
+FORGED = (
+    f"{auth.REPLY_HEADER}: {'0' * auth.SIGNATURE_DIGITS}\r\ncontent-length: {len(SESSION)}\r\n\r\n{SESSION}"
+)
 
 
 @pytest.mark.parametrize(

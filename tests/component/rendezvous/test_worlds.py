@@ -132,6 +132,18 @@ def test_a_watch_of_an_older_world_returns_the_next_one(driver: Driver) -> None:
     assert (news.ended_fence, news.end_reason) == (Fence(ATTEMPT, 1), "1-0.1 was silent")
 
 
+def test_a_planned_change_wakes_no_watch_of_those_who_are_in_the_next_world(driver: Driver) -> None:
+    driver.server.publish(world(1, A, B))
+    member, left_out = (hold(driver, driver.client(), WatchWorker(worker)) for worker in (A, B))
+    driver.until_polls(2)
+    driver.server.publish(world(2, A))
+    assert left_out.result(PATIENCE).ended_fence == Fence(ATTEMPT, 1)
+    assert driver.client().ask(RequestNextWorld(A), hold=MAX_POLL_SECONDS).world is not None
+    assert not member.done()
+    driver.server.abort(Fence(ATTEMPT, 2), "why")
+    assert member.result(PATIENCE).ended_fence == Fence(ATTEMPT, 2)
+
+
 def test_progress_with_nan_and_infinity_becomes_an_event(driver: Driver) -> None:
     """JSON has no NaN: the server refused every such report, and people saw a job that stood still."""
     driver.client().ask(Report(A, encode_numbers({"loss": math.nan, "norm": -math.inf, "step": 3})))

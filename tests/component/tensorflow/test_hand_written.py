@@ -67,10 +67,10 @@ def test_a_planned_end_of_a_host_costs_no_step_of_a_graph(fault: Fault) -> None:
 @pytest.mark.parametrize("backend", ["tensorflow", pytest.param("torch", marks=pytest.mark.faults)])
 def test_a_worker_dies_in_fit_and_another_joins_in_the_middle_of_an_epoch(backend: str, fault: Fault) -> None:
     # The loop waits for the second world, which never comes where nobody dies.
-    limit = {} if fault.on else {"max_runtime": 20.0}
+    options: dict[str, Any] = {} if fault.on else {"max_runtime": 20.0}
     epochs, steps, lost, joined = 3, 8, 12, 16
-    env = QUIET | {"KERAS_BACKEND": backend}
-    run = Run(loops.fit, (epochs, steps, lost, joined), room=2, num_workers=2, env=env, **limit)
+    options |= {"env": QUIET | {"KERAS_BACKEND": backend}, "modules": ("keras",)}
+    run = Run(loops.fit, (epochs, steps, lost, joined), room=2, num_workers=2, **options)
     run.at(lost - 2, lambda: fault(run.workers()[0].kill))
     leader, joiner = results = run.results()
     assert sizes_in(run.sizes())[:3] == [2, 1, 2]

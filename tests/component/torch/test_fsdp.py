@@ -44,7 +44,8 @@ def test_kills_cost_no_committed_step_and_no_row(
     folder = tmp_path / "blows"
     folder.mkdir()
     kept = {"run_id": "mine", "store": str(tmp_path / "store"), "checkpoint_steps": 2} if is_durable else {}
-    sizes = {"room": size, "num_workers": size, "max_workers": size}
+    sizes: Any = {"room": size, "num_workers": size, "max_workers": size}
+    sizes["modules"] = ("torch.distributed.fsdp",)
     run = Run(train, (str(folder), blows, size, EPOCHS), **sizes, **kept)
     assert_exact(run.results(), alone, EPOCHS)
     struck = {path.name for path in folder.iterdir()}

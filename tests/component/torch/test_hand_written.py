@@ -113,6 +113,15 @@ sys.exit(0)
 """
 
 
+def was_forked() -> bool:
+    return "spark_elastic.worker.fork_server" in sys.modules
+
+
+def test_slots_of_these_tests_fork_their_workers() -> None:
+    """Or each would import torch anew: minutes of the whole run."""
+    assert Run(was_forked, room=1, num_workers=1).results() == [True]
+
+
 def test_a_script_runs_as_main_with_its_arguments(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)

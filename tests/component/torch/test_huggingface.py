@@ -17,6 +17,8 @@ from tests.scenarios import Fault
 pytestmark = [pytest.mark.native, pytest.mark.timeout(240)]
 
 ROWS, EPOCHS, BATCH = 38, 3, 6
+MODULES = "transformers.trainer", "accelerate.utils"
+TWO: Any = {"room": 2, "num_workers": 2, "max_workers": 2, "modules": MODULES}
 
 
 def make_arguments(folder: Any, **given: Any) -> Any:
@@ -225,7 +227,7 @@ def _train(
 def test_p1_p2_a_trainer_continues_at_the_step_in_flight(train: Any, fault: Fault, tmp_path: Path) -> None:
     alone = train(str(tmp_path), {})
     assert alone["trained"] == list(range(1, 22))
-    run = Run(train, (str(tmp_path), {9: 2, 11: 3} if fault.on else {}), room=2, num_workers=2, max_workers=2)
+    run = Run(train, (str(tmp_path), {9: 2, 11: 3} if fault.on else {}), **TWO)
     run.at(5, lambda: fault(run.workers()[0].kill))
     results = run.results()
     assert_continued(run, results, alone, EPOCHS, "steps", "epoch", "logged", "rate")
@@ -294,7 +296,7 @@ def stop_after_an_evaluation(folder: str, epochs: int) -> list[int]:
 
 
 def test_p2_a_training_that_a_callback_has_ended_does_not_go_on_in_the_next_world(tmp_path: Path) -> None:
-    run = Run(stop_after_an_evaluation, (str(tmp_path), 4), room=2, num_workers=2, max_workers=2)
+    run = Run(stop_after_an_evaluation, (str(tmp_path), 4), **TWO)
     run.at(6, lambda: run.drain(1))
     assert run.results() == [list(range(1, 9))]
     assert run.sizes() == [2, 1]
@@ -305,7 +307,7 @@ def test_p2_p4_a_loss_of_a_ranks_rows_becomes_that_of_all_rows(size: int, tmp_pa
     """In Accelerate alone, and in the Trainer."""
 
     def train(function: Any, *arguments: Any) -> list[Any]:
-        run = Run(function, arguments, room=size, num_workers=size, max_workers=size)
+        run = Run(function, arguments, **TWO | {"room": size, "num_workers": size, "max_workers": size})
         return run.results() if size > 1 else [function(*arguments)]
 
     accelerated = train_by_accelerate(3)
@@ -375,7 +377,7 @@ def train_and_evaluate(folder: str, holds: dict[int, int | str]) -> dict[str, An
 def test_a_trainer_evaluates_all_rows_in_any_world_and_prepares_once(fault: Fault, tmp_path: Path) -> None:
     alone = train_and_evaluate(str(tmp_path), {})
     assert alone["evaluated"] == [ROWS] * EPOCHS
-    run = Run(train_and_evaluate, (str(tmp_path), {9: 2, 11: 3}), room=2, num_workers=2, max_workers=2)
+    run = Run(train_and_evaluate, (str(tmp_path), {9: 2, 11: 3}), **TWO)
     run.at(5, lambda: fault(run.workers()[0].kill))
     results = run.results()
     assert len(run.sizes()) >= 3, "no worker was lost, or none took its place"

@@ -21,6 +21,8 @@ pytestmark = [
 ROWS, EPOCHS, BATCH = 38, 3, 6
 NAMES = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
 QUIET = dict.fromkeys(NAMES, False)
+# What both packages of Lightning import; a program that finds one of them in its process uses that.
+TWO: Any = {"room": 2, "num_workers": 2, "modules": ("torch.distributed.fsdp", "torchmetrics")}
 
 
 def train_net(
@@ -145,7 +147,7 @@ def test_p1_p2_a_trainer_continues_at_the_step_in_flight(
     assert alone["trained"] == list(range(1, steps + 1))
     count = EPOCHS / options.get("accumulate_grad_batches", 1)
     arguments = (str(tmp_path), package, {9: 2, 11: 3} if fault.on else {}, options, divides)
-    run = Run(train_net, arguments, room=2, num_workers=2, max_workers=2)
+    run = Run(train_net, arguments, max_workers=2, **TWO)
     run.at(5, lambda: fault(run.workers()[0].kill))
     results = run.results()
     assert_continued(run, results, alone, count, "steps", "epoch", "batches", "rate")
@@ -303,7 +305,7 @@ def train_as_under_torch_distributor(folder: str, workers: int) -> dict[str, Any
 
 
 def test_functions_for_torch_distributor_and_a_bare_partial_state_see_all_workers(tmp_path: Path) -> None:
-    results = Run(train_as_under_torch_distributor, (str(tmp_path), 2), room=2, num_workers=2).results()
+    results = Run(train_as_under_torch_distributor, (str(tmp_path), 2), **TWO).results()
     assert [result["place"] for result in results] == [(0, 2, 2), (1, 2, 2)]
     assert [result["accelerate"] for result in results] == [(0, 2), (1, 2)]
     assert results[0]["weights"] == results[1]["weights"]

@@ -75,7 +75,7 @@ def test_a_request_signature_covers_key_path_session_count_and_body() -> None:
     for changed in (
         dataclasses.replace(credentials, session="t" * 32),
         dataclasses.replace(credentials, count=4),
-        dataclasses.replace(credentials, signature="é" * 64),
+        dataclasses.replace(credentials, signature="é" * auth.SIGNATURE_DIGITS),
     ):
         assert not auth.request_is_genuine(KEY, "/p", changed, b"body")
 
@@ -90,10 +90,11 @@ def test_a_reply_signature_covers_its_request_status_and_body() -> None:
     assert not auth.reply_is_genuine(KEY, credentials, 200, b"no", signature)
     # A signature made for one purpose proves nothing in the other.
     assert signature != auth.sign_request(KEY, "/p", "s" * 32, 3, b"").signature
+    assert len(signature) * 4 >= 128  # bits: half of the hash's, the least that RFC 2104 recommends
 
 
 def _use(sessions: auth.Sessions, session: str, count: int) -> bool:
-    return sessions.use(auth.Credentials(session, count, "0" * 64))
+    return sessions.use(auth.Credentials(session, count, "0" * auth.SIGNATURE_DIGITS))
 
 
 @given(st.lists(st.integers(1, 60), max_size=200))

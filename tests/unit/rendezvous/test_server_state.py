@@ -31,18 +31,44 @@ def test_r10_an_older_abort_is_ignored() -> None:
     assert state.find_next_world("1-0.1", Fence(1, 1)) == NextWorld(_world(2, "1-0.1").view_of("1-0.1"))
 
 
-def test_what_a_member_is_told_does_not_grow_with_its_world() -> None:
+def test_what_a_loss_tells_a_member_is_short_and_does_not_grow_with_its_world() -> None:
     sizes = []
-    for size in (65, 10_000):
+    for size in (66, 10_000):
         state = ServerState()
         workers = [f"{rank + 10000}-0.1" for rank in range(size)]
         state.addresses.update((WorkerId(worker), f"10.0.0.1:{worker[:5]}") for worker in workers)
         state.publish(_world(1, *workers[1:], workers[0]))
-        state.abort(Fence(1, 1), "a member is lost")
-        told = state.find_next_world(workers[7], None), state.get_update(workers[7])
-        sizes.append(len(codec.dumps(told[0])) + len(codec.dumps(told[1])))
         assert state.find_addresses([0, size - 1]) == ("10.0.0.1:10001", "10.0.0.1:10000")
+        state.abort(Fence(1, 1), "a member is lost")
+        update = state.get_update(workers[7])
+        state.publish(_world(2, *workers[1:30], *workers[31:], workers[0]))
+        told = state.find_next_world(workers[7], Fence(1, 1))
+        assert (update.end_reason, told.addresses, told.runs) == ("", (), ((0, 29), (30, size - 30)))
+        sizes.append(len(codec.dumps(told, as_rows=True)) + len(codec.dumps(update, as_rows=True)))
     assert sizes[1] - sizes[0] < 20
+    assert sizes[1] < 200  # bytes
+
+
+def test_a_member_keeps_the_addresses_of_those_whom_it_knew() -> None:
+    state = ServerState()
+    before = [f"{number}-0.1" for number in range(1, 101)]
+    state.publish(_world(1, *before))
+    state.set_address(WorkerId("50-0.1"), "another:1")  # its program began again in another process
+    state.abort(Fence(1, 1), "why")
+    state.publish(_world(2, "1-0.1", "200-0.1", "201-0.1", *before[2:]))
+    told = state.find_next_world(WorkerId("1-0.1"), Fence(1, 1))
+    assert told.runs == ((0, 1), (-1, 2), (2, 47), (-1, 1), (50, 50))
+    known = {0: "a", 1: "b", 2: "c", 49: "d", 50: "e", 99: "f"}
+    assert told.find_known(known) == {0: "a", 3: "c", 51: "e", 100: "f"}
+    # What a worker knows that left another world is of other ranks.
+    assert state.find_next_world(WorkerId("1-0.1"), None).runs == ()
+    every_other = _world(3, *before[::2], *(f"{number}-0.1" for number in range(300, 320)))
+    state.publish(every_other)
+    assert state.find_next_world(WorkerId("1-0.1"), Fence(1, 2)).runs == ()  # too many
+
+
+def test_a_small_worlds_addresses_are_known_by_rank() -> None:
+    assert NextWorld(addresses=("a", "b")).find_known({5: "old"}) == {0: "a", 1: "b"}
 
 
 def test_the_first_reason_of_an_abort_and_of_the_jobs_end_stays() -> None:

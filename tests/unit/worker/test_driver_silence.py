@@ -130,13 +130,13 @@ def test_r12_the_time_in_which_a_process_was_stopped_is_no_silence(
     clock, asked = FakeClock(), []
     client = RendezvousClient("localhost:1", b"key", 1, clock, TIMEOUT)
 
-    def wake_late(*_: object) -> dict[str, Any]:
+    def wake_late(*_: object) -> list[float]:
         asked.append(clock.now())
         if len(asked) == 1:
             clock.advance(3600.0)
             if not answers:
                 raise TransportError("timed out")
-        return {"reply": {"heartbeat_interval": 1.0}}
+        return [1.0]
 
     monkeypatch.setattr(client, "_post", wake_late)
     monkeypatch.setattr(client._closing, "wait", clock.advance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,13 @@ from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol.commands import Exit
 from spark_elastic.protocol.events import UserRaised
-from spark_elastic.protocol.messages import Acknowledged, NextWorld, WorkerDone, WorkerRaised
+from spark_elastic.protocol.messages import (
+    Acknowledged,
+    NextWorld,
+    RequestNextWorld,
+    WorkerDone,
+    WorkerRaised,
+)
 from spark_elastic.protocol.types import (
     DRIVER_SILENT_EXIT_CODE,
     INITIAL_VERSION,
@@ -31,7 +38,15 @@ from spark_elastic.protocol.types import (
     World,
     WorldView,
 )
-from spark_elastic.rendezvous.messages import GetValues, Report, Values, WatchWorker, WorkerUpdate
+from spark_elastic.rendezvous.messages import (
+    Addresses,
+    FindAddresses,
+    GetValues,
+    Report,
+    Values,
+    WatchWorker,
+    WorkerUpdate,
+)
 from spark_elastic.worker.context import WaitRecorder, WorkerContext, set_context
 from spark_elastic.worker.loop import DriverWatch, GroupConnector, WorkerLoop
 from spark_elastic.worker.program import Completed, WorkerExit, WorkerHandle
@@ -148,6 +163,60 @@ def test_exceptions_of_user_code_of_any_class_are_told(raised: BaseException | N
     assert says in event.traceback
     with pytest.raises(WorkerExit):
         _run_program(WorkerExit(0))
+
+
+def test_r04_a_worker_asks_for_no_address_that_it_knew_in_the_world_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, told = list[tuple[int, ...]](), list[list[bytes]]()
+
+    def ask(request: Any, *timing: float) -> Any:
+        match request:
+            case FindAddresses():
+                asked.append(request.ranks)
+                return Addresses(tuple(f"host-{rank}" for rank in request.ranks))
+            case RequestNextWorld(fence=None):
+                return NextWorld(view(1))
+            case RequestNextWorld():
+                return NextWorld(view(2), runs=((-1, 1), (0, 1), (2, 1)))
+        return Acknowledged()
+
+    def connect(_: Any, rank: int, size: int, fence: Any, exchange: Any, **options: Any) -> Any:
+        told.append(exchange(b""))
+        assert options["find_addresses"]([2, 0]) == ("host-2", "host-0")
+        return _Group()
+
+    def view(generation: int) -> WorldView | None:
+        return make_world(generation, {f"{number}-0.1": None for number in (1, 2, 3)}).view_of("1-0.1")
+
+    monkeypatch.setattr("spark_elastic.worker.loop.connect", connect)
+    loop = build_loop(driver=SimpleNamespace(ask=ask, now=lambda: 0.0))
+    loop.groups.wait_recorder = SimpleNamespace(  # type: ignore[assignment]
+        watch_group=lambda group: group, record_wait=contextlib.nullcontext
+    )
+    for fence in (None, Fence(1, 1)):
+        received = loop._ask(RequestNextWorld(WorkerId("1-0.1"), fence))
+        loop.groups.connect(received.world, loop._addresses, loop.driver)  # type: ignore[union-attr]
+    assert told == [[b"", b"", b""], [b"", b"host-0", b"host-2"]]
+    assert asked == [(2, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("reason", ["", "worker 2-0.1 is lost"])
+def test_an_abort_names_its_reason_or_where_it_stands(reason: str) -> None:
+    """In a large world the server tells rank 0 alone."""
+    aborts = list[on.AbortReceived]()
+    updates = iter([WorkerUpdate(ended_fence=Fence(1, 1), end_reason=reason)])
+
+    def handle(event: Any) -> None:
+        aborts.append(event)
+        watch.close()
+
+    driver: Any = SimpleNamespace(ask=lambda *request: next(updates), last_answered_at=lambda: 0.0)
+    watch = DriverWatch(WorkerId("1-0.1"), driver, SystemClock(), 30.0)
+    watch._watch(handle)
+    assert [event.reason for event in aborts] == [
+        reason or "the driver ended this world, and its log says why"
+    ]
 
 
 def test_the_newest_metrics_are_sent_before_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
