@@ -264,7 +264,8 @@ def read_command(process: psutil.Process) -> list[str]:
 
 def _is_daemon(process: psutil.Process) -> bool:
     """Spark's Python daemon and, being its forks, the workers in which tasks run."""
-    return any("pyspark.daemon" in word or "pyspark/daemon" in word for word in read_command(process))
+    names = "pyspark.daemon", "pyspark/daemon", "warm_daemon"
+    return any(name in word for word in read_command(process) for name in names)
 
 
 def kill(process: psutil.Process) -> None:

@@ -17,7 +17,7 @@ from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
 
 from tests.leaks import SessionOwned
-from tests.spark import estimators, fits
+from tests.spark import estimators, fits, warm_daemon
 from tests.spark.cluster import LOOPBACK, StandaloneCluster, await_true, cluster_environment
 
 HOSTS = 3
@@ -156,7 +156,7 @@ def spark_cluster(
             patch.setenv(name, value)
         patch.delenv("SPARK_HOME", raising=False)
         # Executors die here, and their spares with them.
-        patch.delenv("SPARK_ELASTIC_SPARE_AFTER", raising=False)
+        patch.setenv("SPARK_ELASTIC_SPARE_AFTER", "3600")
         cluster.start_workers(HOSTS)
         session_owned.processes.update(cluster.pids)
         yield cluster
@@ -193,8 +193,8 @@ def free_cluster(sessions: Sessions, standalone: StandaloneCluster) -> Standalon
 
 @pytest.fixture
 def spark(sessions: Sessions, spark_cluster: StandaloneCluster) -> SparkSession:
-    """A session with the default settings on three executors that take tasks."""
-    session = sessions.open({})
+    """A session with the default settings on three executors that take tasks, whose Python workers are warm."""
+    session = sessions.open({"spark.python.daemon.module": warm_daemon.__name__})
     try:
         await_true(lambda: len(ready_executors(session)) == HOSTS, f"{HOSTS} ready executors")
     except TimeoutError:

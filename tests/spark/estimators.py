@@ -15,7 +15,7 @@ from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.testing import ClusterFaults, InjectedFault
 
 ROWS = 48
-WORKERS = 3
+WORKERS = 2
 
 
 def table(spark: SparkSession) -> DataFrame:

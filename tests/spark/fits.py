@@ -22,7 +22,7 @@ from tests.scenarios import Fault
 from tests.spark.cluster import StandaloneCluster
 from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
 
-EPOCHS = 400  # of one step each; with the gate shut they take minutes, open seconds
+EPOCHS = 150  # of one step each; with the gate shut they take minutes, open seconds
 
 
 class GatedNet(Net):
@@ -39,7 +39,7 @@ class GatedNet(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if progress() is not None and not Path(self.gate).exists():
-            time.sleep(0.3)
+            time.sleep(0.8)
         return super().forward(x)
 
 

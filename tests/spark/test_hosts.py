@@ -19,7 +19,7 @@ from tests.spark.host_cluster import PRIVATE, S3, HostCluster, Job
 
 MISSING = find_obstacle() or ("" if (S3 / "moto").exists() else f"S3's packages are not in {S3}: nox -s s3")
 JOB = Path(__file__).with_name("host_job.py")
-WORKERS = 4
+WORKERS = 3
 CUT_SECONDS = 30.0
 
 pytestmark = [
@@ -58,9 +58,9 @@ def test_p1_p2_losses_of_every_kind_change_no_weight_and_lose_no_row(
         fault(cluster.kill_training, 3)
         job.await_message(world=WORKERS - 1)
         job.await_message(world=WORKERS)
-    fault(cluster.hosts.disconnect, 4)
+    fault(cluster.hosts.disconnect, 3)
     job.await_message(world=WORKERS - 1)
-    cluster.hosts.heal(4)
+    cluster.hosts.heal(3)
     job.await_message(world=WORKERS)
     check_end(cluster, job)
 

@@ -24,7 +24,7 @@ from spark_elastic.estimators.dataframes.materialize import (
 )
 from spark_elastic.runs.checkpoint import CheckpointStore
 from tests.scenarios import Fault
-from tests.spark.estimators import Net, compute_mse, estimator, is_close, table, train_plain
+from tests.spark.estimators import ROWS, Net, compute_mse, estimator, is_close, table, train_plain
 from tests.spark.fits import GatedNet
 
 pytestmark = [pytest.mark.spark, pytest.mark.native, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -76,7 +76,7 @@ def test_p7_r19_a_cancelled_fit_resumes_at_a_step(spark: SparkSession, tmp_path:
     net, checkpoints = GatedNet(gate), CheckpointStore(Store.open(str(tmp_path)), "mine")
 
     def follow(numbers: Mapping[str, Any]) -> None:
-        if not cancelled.is_set() and numbers["epoch"] >= 6 and checkpoints.read_published():
+        if not cancelled.is_set() and numbers["epoch"] >= 4 and checkpoints.read_published():
             cancelled.set()
             threading.Thread(target=lambda: fault(spark.sparkContext.cancelAllJobs)).start()
         if not fault.on:
@@ -86,6 +86,8 @@ def test_p7_r19_a_cancelled_fit_resumes_at_a_step(spark: SparkSession, tmp_path:
         tmp_path,
         model=net,
         optimizer=torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9),
+        batch_size=ROWS // 3,
+        num_workers=3,
         epochs=EPOCHS,
         run_id="mine",
         checkpoint_steps=4,
