@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Event:
     """What happens to a host, and when."""
 
     at: float  # seconds after the first step
-    what: str  # kill, kill_host, kill_driver, add_host, remove_host, stop, continue
+    what: str  # kill, kill_host, kill_driver, add_host, remove_host, stop, silence, continue
     host: int = 1
 
 
@@ -54,6 +55,7 @@ PLANS: dict[str, list[Event]] = {
     "kill": [Event(10.0 + 20.0 * turn, "kill", (turn + 1) % HOSTS) for turn in range(15)],
     "return": [Event(10.0, "kill_host"), Event(20.0, "add_host")],
     "stop": [Event(10.0, "stop"), Event(30.0, "continue")],
+    "silence": [Event(10.0, "silence"), Event(30.0, "continue")],
     "scale": [Event(10.0, "remove_host"), Event(30.0, "add_host")],
     "driver": [Event(10.0, "kill_driver")],
 }
@@ -69,7 +71,7 @@ class Run:
         self._steps = steps
         self._ledger = launcher.folder / "ledger"
         self._ledger.mkdir(parents=True)
-        self._stopped = 0  # process id of the worker that has got SIGSTOP
+        self._stopped: list[psutil.Process] = []  # what has got SIGSTOP
         self.faults: list[float] = []  # wall times
 
     def measure(self) -> dict[str, Any]:
@@ -104,8 +106,9 @@ class Run:
         elif event.what == "kill_driver":
             launcher.kill_driver()
         elif event.what == "continue":
-            if psutil.pid_exists(self._stopped):  # a peer may have replaced it
-                os.kill(self._stopped, signal.SIGCONT)
+            for process in reversed(self._stopped):  # those who would end the others come last
+                with suppress(psutil.NoSuchProcess):  # a peer may have replaced it
+                    process.resume()
         else:
             if not self._await(lambda: len(self._members()) == HOSTS or self._has_finished(), 60.0):
                 return  # the job has not come back to its full size: there is no world to hit
@@ -114,9 +117,15 @@ class Run:
             worker = launcher.find_worker(event.host, self._members())
             if event.what == "kill_host":
                 launcher.kill_host(event.host, worker)
+            elif event.what == "kill":
+                os.kill(worker, signal.SIGKILL)
             else:
-                os.kill(worker, signal.SIGKILL if event.what == "kill" else signal.SIGSTOP)
-                self._stopped = worker
+                self._stopped = [psutil.Process(worker)]
+                if event.what == "silence":
+                    root = launcher.find_host(event.host, worker)
+                    self._stopped = [root, *root.children(recursive=True)]
+                for process in self._stopped:
+                    process.suspend()
         if event.what not in NO_FAULTS:
             self.faults.append(time.time())
 

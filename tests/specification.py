@@ -13,7 +13,16 @@ from pathlib import Path
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
 from spark_elastic.protocol import messages as said
-from spark_elastic.protocol.types import Checkpoint, Limits, Member, Position, SlotId, WorkerId, World
+from spark_elastic.protocol.types import (
+    NOT_RUNNING,
+    Checkpoint,
+    Limits,
+    Member,
+    Position,
+    SlotId,
+    WorkerId,
+    World,
+)
 from spark_elastic.testing.replays import Replay, replay_all
 from tests.simulator.invariants import Violation
 
@@ -136,7 +145,8 @@ class Specification:
             return
         slot = self._slots.get(message.slot)
         if slot is not None:
-            slot.seen = now
+            if not (isinstance(message, said.Heartbeat) and message.state in NOT_RUNNING):
+                slot.seen = now  # a stopped process trains nothing
             slot.beat = now if isinstance(message, said.SlotRequest) else slot.beat
         if isinstance(message, said.RegisterSlot):
             return  # it is repeated

@@ -22,6 +22,7 @@ PLANS = {
     "kill": "a worker is killed every 20 s",
     "return": "a host is killed and returns after 10 s",
     "stop": "a worker is stopped for 20 s",
+    "silence": "all processes of a host are stopped for 20 s",
     "scale": "a host leaves with notice and returns after 20 s",
     "driver": "the process that coordinates is killed",
 }

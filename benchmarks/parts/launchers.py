@@ -72,6 +72,10 @@ class Launcher:
         """All of its processes get SIGKILL at once. worker: the process id of its worker."""
         kill_tree(self._processes.pop(f"host-{host}").pid)
 
+    def find_host(self, host: int, worker: int) -> psutil.Process:
+        """The process of which all others of the host descend."""
+        return psutil.Process(self._processes[f"host-{host}"].pid)
+
     def kill_driver(self) -> None:
         """SIGKILL to what coordinates. From now on what dies is started again, as a cluster's manager does it."""
         self._is_supervised = True
@@ -145,11 +149,14 @@ class SparkElastic(Launcher):
     def remove_host(self, host: int) -> None:
         self._list(HOSTS - 1)
 
-    def kill_host(self, host: int, worker: int) -> None:
-        """The slot's process and its worker; the driver's other children stay."""
+    def find_host(self, host: int, worker: int) -> psutil.Process:
+        """The slot's process; the driver has other children, too."""
         driver = self._find_driver().pid
         line = [psutil.Process(worker), *psutil.Process(worker).parents()]
-        slot = next(process for process in line if process.ppid() == driver)
+        return next(process for process in line if process.ppid() == driver)
+
+    def kill_host(self, host: int, worker: int) -> None:
+        slot = self.find_host(host, worker)
         self._list(HOSTS - 1)
         kill_tree(slot.pid)
 

@@ -26,7 +26,7 @@ from spark_elastic.gradients.reduction import DEFAULT_OPTIONS, ExchangeOptions
 from spark_elastic.gradients.share_mode import Observe, ShareMode
 from spark_elastic.gradients.step_summary import Flags
 from spark_elastic.gradients.timeline import Timeline
-from spark_elastic.worker.context import CollectiveThread
+from spark_elastic.worker.context import CollectiveThread, get_context
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -131,6 +131,8 @@ class GradientExchange:
     ) -> LocalMode:
         layout = self._exchanged.lay_out(self._options, self._sparse)
         if division is not None:
+            if (worker := get_context()) is not None:
+                worker.wait_recorder.set_bitwise()
             return ShareMode(layout, peers, self._may_overlap, division)
         if peers is None:
             return LocalMode(layout)

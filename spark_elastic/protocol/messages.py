@@ -117,6 +117,7 @@ class Heartbeat(SlotRequest[HeartbeatReply]):
     waits: bool = False  # the worker's main thread waits for other workers; False: it works
     seconds: float = 0.0  # for how long it has waited or worked, in seconds
     stack: str = ""  # where the main thread is; "" unless it has worked for long or is stopped
+    bitwise: bool = False  # its steps have the same bits, whichever workers compute them
 
 
 @dataclass(frozen=True)

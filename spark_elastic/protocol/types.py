@@ -322,7 +322,7 @@ class Limits:
         return min(self.num_workers, self.capacity)
 
 
-MAX_HEARTBEAT_INTERVAL = 0.4  # seconds, in a small job with an ordinary lease
+MAX_HEARTBEAT_INTERVAL = 0.25  # seconds, in a small job with an ordinary lease
 HEARTBEATS_PER_LEASE = 5  # in a small job
 # In any job. One may be lost, and half a lease without any shows that the driver is cut off: R12 (driver silence).
 MIN_HEARTBEATS_PER_LEASE = 2.5

@@ -193,6 +193,9 @@ class WaitRecorder:
         """A context around a wait for other workers that is no collective of a watched group. Any thread."""
         return nullcontext()
 
+    def set_bitwise(self) -> None:
+        """The steps have the same bits, whichever workers compute them: R24 (suspicion)."""
+
     def watch_group(self, group: Group) -> Group:
         """The same group, with all its collectives recorded as waits. Not for a group that idles in collectives."""
         return group

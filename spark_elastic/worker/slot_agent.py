@@ -339,7 +339,8 @@ class SlotAgent:
         is_stalled = stopped or (not sample.is_waiting and sample.seconds > STACK_AFTER)
         stack = sample.stack if is_stalled else ""
         self._reported_wait = sample.is_waiting and sample.seconds >= REPORT_WAIT
-        return messages.Heartbeat(slot, child.worker, state, sample.is_waiting, sample.seconds, stack)
+        did = sample.is_waiting, sample.seconds, stack, sample.bitwise
+        return messages.Heartbeat(slot, child.worker, state, *did)
 
     def _send_lines(self) -> None:
         while not self._lines_complete.wait(SEND_LINES_EVERY):

@@ -1,10 +1,10 @@
 """Shows a slot what its training process does, even while that process is stopped or holds the GIL.
 
 They share two anonymous files: one of numbers (since when the child waits or works, the newest sample, the driver's
-last answer to the slot) and the activation of its successor, one with the newest stack of its main thread. A thread of
-the child writes that twice a second; if it does not get the GIL, the slot sends a signal, upon which the main thread
-writes it (`faulthandler`). `faulthandler`'s watchdog, which reads stacks without the GIL, crashed one in forty of the
-processes that were stopped for longer than its timeout and then continued.
+last answer to the slot, whether its steps are bitwise) and the activation of its successor, one with the newest stack
+of its main thread. A thread of the child writes that twice a second; if it does not get the GIL, the slot sends a
+signal, upon which the main thread writes it (`faulthandler`). `faulthandler`'s watchdog, which reads stacks without the
+GIL, crashed one in forty of the processes that were stopped for longer than its timeout and then continued.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ DUMP_SIGNAL = signal.SIGURG  # ignored by default: user code may reset all handl
 _NUMBER = struct.Struct("d")  # native: one copy of eight bytes, never half written
 _SAMPLED = _NUMBER.size  # offset of the time of the newest sample
 _DRIVER_SEEN = 2 * _NUMBER.size  # offset of the time of the driver's last answer
-_ACTIVATION = 3 * _NUMBER.size  # offset of a line
+_BITWISE = 3 * _NUMBER.size  # offset of 1.0: its steps have the same bits, whichever workers compute them
+_ACTIVATION = 4 * _NUMBER.size  # offset of a line
 _DUMP_HEAD = "Stack (most recent call first):\n"
 _NATIVE_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
@@ -105,6 +106,9 @@ class StackSampler(WaitRecorder):
     def set_waiting(self, sign: int) -> None:
         """1: it waits from now on; -1: it works."""
         _NUMBER.pack_into(self._number, 0, sign * self._clock.now())
+
+    def set_bitwise(self) -> None:
+        _NUMBER.pack_into(self._number, _BITWISE, 1.0)
 
     def driver_seen_at(self) -> float:
         """When the driver last answered a heartbeat, which no long poll delays; 0: never. R12 (driver silence)."""
@@ -188,6 +192,7 @@ class StackSample:
     seconds: float  # for how long it has waited or worked
     stack: str  # of its main thread, in one line; "" while there is none
     wants_dump: bool = False  # whether the slot must now ask the main thread for its stack
+    bitwise: bool = False  # whether its steps have the same bits, whichever workers compute them
 
 
 class StackReader:
@@ -209,11 +214,12 @@ class StackReader:
         with self._lock:
             if self._closed:
                 return StackSample(is_waiting=False, seconds=0.0, stack=self._newest)
-            number, sampled = self._read_numbers()
+            number, sampled, bitwise = self._read_numbers()
             text = os.pread(self.stacks, READ_AT_MOST, 0).decode("utf-8", "replace")
             self._newest = parse_newest_stack(text) or self._newest
             due = self._wants_dump(sampled, now, stopped)
-        return StackSample(number > 0, max(0.0, now - abs(number)) if number else 0.0, self._newest, due)
+        seconds = max(0.0, now - abs(number)) if number else 0.0
+        return StackSample(number > 0, seconds, self._newest, due, bool(bitwise))
 
     def read_wait(self, now: float) -> float:
         """Seconds for which the child has waited for others; 0.0: it works."""
@@ -221,9 +227,10 @@ class StackReader:
             number = 0.0 if self._closed else self._read_numbers()[0]
         return max(0.0, now - number) if number > 0 else 0.0
 
-    def _read_numbers(self) -> tuple[float, float]:
-        page = os.pread(self.activity, 2 * _NUMBER.size, 0)
-        return _NUMBER.unpack_from(page)[0], _NUMBER.unpack_from(page, _SAMPLED)[0]
+    def _read_numbers(self) -> tuple[float, float, float]:
+        page = os.pread(self.activity, _ACTIVATION, 0)
+        number, sampled, bitwise = (_NUMBER.unpack_from(page, at)[0] for at in (0, _SAMPLED, _BITWISE))
+        return number, sampled, bitwise
 
     def read_activation(self) -> bytes:
         line, end, _ = os.pread(self.activity, mmap.PAGESIZE, _ACTIVATION).partition(b"\n")

@@ -94,6 +94,7 @@ class FaultPlan:
     replace_after: float | None = 1.0  # seconds after which another host replaces a lost one; None: never
     retries: bool = False  # the cluster itself starts a failed slot task again
     checkpoint_every: int | None = None  # steps from one checkpoint to the next; None: no checkpoints
+    bitwise: bool = False  # whether steps have the same bits, whichever workers compute them
     before_loop: float = 0.0  # seconds that a program works before its loop, in workers that come later
     duplicates: float = 0.02  # probability that a message comes twice
     # Probability that a message comes again up to 20 s later, whatever happened meanwhile: its sender did not get the
@@ -160,6 +161,7 @@ def random_plan(seed: int) -> FaultPlan:
         replace_after=rng.choice((0.2, 1.0, 3.0, 3.0, None)),
         retries=rng.random() < 0.3,
         duplicates=rng.choice((0.0, 0.02, 0.2)),
+        bitwise=seed % 3 == 0,
     )
     links = random.Random(f"links {seed}")
     if links.random() < DEAD_LINK_SHARE:

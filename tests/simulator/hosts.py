@@ -157,7 +157,8 @@ class SimSlot:
             since = None if worker is None else worker.waits_since
             waited = 0.0 if since is None else self.sim.now - since
             name = worker.name if worker is not None else ""
-            self.server.receive(self, Heartbeat(self.name, name, state, since is not None, waited))
+            did = since is not None, waited, "", self.sim.plan.bitwise
+            self.server.receive(self, Heartbeat(self.name, name, state, *did))
             if again:
                 self.sim.schedule(self._heartbeat_interval(), self.send_heartbeat)
 

@@ -24,14 +24,17 @@ from spark_elastic.protocol.driver.state import (
 from spark_elastic.protocol.types import NOT_RUNNING, STOPPED, WorkerId, WorkerStatus, heartbeat_interval
 
 CHECKS_PER_LEASE = 20
+CHECKS_PER_HEARTBEAT = 4  # where these are more
 # Seconds. Imports keep a host busy, nothing waits for a worker that is not warm, and a new one would import again.
 STARTING_LEASE = 30.0
 MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step
+LATE = 0.2  # seconds in which the driver has not looked, so that it may not have read what came
 LONGEST_STOP = 0.25  # seconds for which a process that a signal has stopped may keep others waiting
 WAITS = 0.25  # seconds that a member waits for others, from which on silence of others is suspicious
 SHORTEST_DELAY = 0.6  # seconds by which a heartbeat may be late on any host, however punctual it was
+SHORTEST_BITWISE_DELAY = 0.2  # likewise, where another worker's share has the same bits
 LONGEST_DELAYS = 3  # so often the longest delay of a slot may come at once
-FORGET = 0.98  # of the longest delay, what is left of it after another heartbeat
+FORGET = 0.99  # of the longest delay, what is left of it after another heartbeat
 
 
 def break_world(tx: Transition, reason: str, cause_unknown: bool = False) -> None:
@@ -219,12 +222,20 @@ def note_heartbeat(tx: Transition, slot: SlotRecord, event: messages.Heartbeat) 
     tx.state.slots.put(slot)
     worker = tx.state.workers.get(event.worker) if event.waits and event.worker is not None else None
     if worker is not None and worker.is_member and event.seconds >= WAITS and runs:
-        connections.waited_at = tx.now
+        connections.waited_at, connections.bitwise = tx.now, event.bitwise
     return slot
 
 
 def _get_interval(tx: Transition) -> float:
     return heartbeat_interval(tx.state.limits.lease, len(tx.state.slots))
+
+
+def _get_check_interval(tx: Transition) -> float:
+    return min(tx.state.limits.lease / CHECKS_PER_LEASE, _get_interval(tx) / CHECKS_PER_HEARTBEAT)
+
+
+def _get_shortest_delay(tx: Transition) -> float:
+    return SHORTEST_BITWISE_DELAY if tx.state.connections.bitwise else SHORTEST_DELAY
 
 
 def notice_pause(tx: Transition) -> None:
@@ -234,7 +245,7 @@ def notice_pause(tx: Transition) -> None:
     unchecked = tx.now - connections.last_lease_check
     if unchecked > lease / 2:
         connections.driver_partitioned_at = tx.now
-    if unchecked > 2 * lease / CHECKS_PER_LEASE:
+    if unchecked > max(LATE, 2 * _get_check_interval(tx)):
         connections.driver_late_at = tx.now
 
 
@@ -248,17 +259,17 @@ def on_tick(tx: Transition, event: on.Tick) -> None:
         return
     lease, interval = state.limits.lease, _get_interval(tx)
     connections.last_lease_check = tx.now
-    connections.next_lease_check = tx.now + lease / CHECKS_PER_LEASE
+    connections.next_lease_check = tx.now + _get_check_interval(tx)
     seen = max((slots[w.slot].last_seen for w in state.workers.values() if w.slot in slots), default=None)
     silence = tx.now - seen if seen is not None else 0.0
-    if silence > max(SHORTEST_DELAY, 1.5 * interval):
+    if silence > max(_get_shortest_delay(tx), 1.5 * interval):
         connections.driver_late_at = tx.now
     # R12 (driver silence): all slots fell silent although connections stand, so the driver is cut off, or was paused.
     # Training continues without it until `driver_timeout`, after which the workers have ended themselves.
     if lease / 2 < silence <= state.limits.driver_timeout and not _is_mass_disconnect(tx):
         connections.driver_partitioned_at = tx.now
         return
-    shortest = min(lease, interval + SHORTEST_DELAY)
+    shortest = min(lease, interval + _get_shortest_delay(tx))
     for worker in state.workers.values():
         slot = state.slots.get(worker.slot)
         silent_since = worker.last_seen if slot is None else min(worker.last_seen, slot.last_seen)
@@ -295,7 +306,7 @@ def _is_suspicious(tx: Transition, worker: WorkerRecord, slot: SlotRecord | None
         return False
     if slot.stopped_at is not None and seen == worker.last_seen:  # it is known, and not inferred from silence
         return tx.now - max(slot.stopped_at, connections.driver_late_at) > LONGEST_STOP
-    patience = _get_interval(tx) + max(SHORTEST_DELAY, LONGEST_DELAYS * slot.delay)
+    patience = _get_interval(tx) + max(_get_shortest_delay(tx), LONGEST_DELAYS * slot.delay)
     return tx.now - max(seen, connections.driver_late_at) > patience
 
 

@@ -59,12 +59,12 @@ class Bench:
         return self.commands
 
     def wait(self, seconds: float, heartbeats_of: Sequence[int | str] = ()) -> None:
-        """Let time pass in ticks; these slots, or the first ones of these launches, send heartbeats every 0.5 s."""
+        """Let time pass in ticks; these slots, or the first ones of these launches, send heartbeats every 0.25 s."""
         end, beat = self.now + seconds, self.now
         while self.now < end - 1e-9:
             self.now = min(end, self.now + 0.05)
             if self.now > beat:
-                beat = self.now + 0.45
+                beat = self.now + 0.2
                 for job in heartbeats_of:
                     slot = self.state.slots.get(f"{job}-0" if isinstance(job, int) else job)
                     if slot is not None:

@@ -156,18 +156,22 @@ def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "late", "letter", "within"),
+    ("others", "bitwise", "late", "letter", "within"),
     [
-        ("wait", 0.0, "", 1.1),
-        ("wait", 0.0, "T", 0.35),  # stopped by a signal
-        ("wait", 0.0, "Z", 1.1),
-        ("work", 0.0, "T", 5.1),
-        ("work", 0.0, "", 5.1),
-        ("wait", 0.9, "", 2.0),  # as late as its heartbeats were at times, and twice as late again
-        ("wait", 3.0, "", 5.1),
+        ("wait", False, 0.0, "", 0.95),
+        ("wait", False, 0.0, "T", 0.35),  # stopped by a signal
+        ("wait", False, 0.0, "Z", 0.95),
+        ("work", False, 0.0, "T", 5.1),
+        ("work", True, 0.0, "", 5.1),
+        ("wait", False, 0.9, "", 2.9),  # as late as its heartbeats were at times, and twice as late again
+        ("wait", False, 3.0, "", 5.1),
+        ("wait", True, 0.0, "", 0.5),
+        ("wait", True, 0.5, "", 1.6),
     ],
 )
-def test_r24_a_member_others_wait_for_is_lost(others: str, late: float, letter: str, within: float) -> None:
+def test_r24_a_member_others_wait_for_is_lost(
+    others: str, bitwise: bool, late: float, letter: str, within: float
+) -> None:
     """letter: of its process, if its slot sends heartbeats."""
     bench = Bench.running(*ALL, driver_timeout=40.0)
     bench.wait(2.0, heartbeats_of=ALL)
@@ -176,7 +180,8 @@ def test_r24_a_member_others_wait_for_is_lost(others: str, late: float, letter: 
     bench.on(Heartbeat(SlotId("4-0"), name(4), "S"))
     for _ in range(60):
         for job in (1, 2, 3):
-            bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S", waiting, bench.now - began))
+            sign = waiting, bench.now - began, "", bitwise
+            bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S", *sign))
         if letter:
             bench.on(Heartbeat(SlotId("4-0"), name(4), letter))
         bench.wait(0.1)
