@@ -24,7 +24,8 @@ PYTEST = [PYTHON, "-m", "pytest", "-o", "faulthandler_timeout=720", "-o", "fault
 CHOSEN = "not faults or ci"
 SHARED, OWN = f"({CHOSEN}) and not own_session", f"({CHOSEN}) and own_session"
 PLAIN = ["tests/unit", "tests/component/collectives"]
-WORKERS = ["tests/simulation", *(f"tests/component/{name}" for name in ("tensorflow", "keras", "worker"))]
+# In this order: warm slots go on importing what jobs before have.
+WORKERS = ["tests/simulation", *(f"tests/component/{name}" for name in ("worker", "tensorflow", "keras"))]
 TORCH, S3 = "tests/component/torch", "tests/component/s3"
 OTHERS = [f"--ignore={folder}" for folder in ("tests/spark", "tests/faults", *PLAIN, *WORKERS, TORCH, S3)]
 AT_ONCE = 3
