@@ -32,7 +32,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 from benchmarks.parts.ranks import run_ranks
 from benchmarks.parts.report import Row
@@ -68,6 +67,13 @@ def choose_cores(place: int) -> set[int]:
     return {cores[0]} if place == 0 else set(cores[1:] or cores)
 
 
+class NoLauncher:
+    """The clients come by themselves."""
+
+    def launch(self, launch: int) -> None:
+        pass
+
+
 def drive(pipe: Connection, size: int) -> None:
     """Server and driver loop; answers "cpu" with seconds of processor time and events so far, ends on "end"."""
     inbox: EventQueue = EventQueue()
@@ -85,7 +91,7 @@ def drive(pipe: Connection, size: int) -> None:
     pace = partial(heartbeat_interval, LEASE)
     callbacks = ServerCallbacks(post, lambda lines: None, heartbeat_interval=pace)
     with RendezvousServer(KEY, 1, callbacks, clock) as server:
-        effects = partial(execute, server, Mock(), lambda kept: None)  # the clients come by themselves
+        effects = partial(execute, server, NoLauncher(), lambda kept: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects, clock, Journal())
         loop.start()
         pipe.send(server.address)

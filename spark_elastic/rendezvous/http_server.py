@@ -18,6 +18,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
@@ -98,18 +99,18 @@ class LongPoll:
     # Makes the reply that a call gives, or the error that it raises, a response; None, if it gives None.
     respond: Callable[[Callable[[], object]], object] = lambda compute: None
 
-    def start(self, send: Callable[[Response], None]) -> None:
-        self._send = send
+    def start(self, send: Callable[[Response], None], context: Context) -> None:
+        self._send, self._context = send, context
         self._loop = asyncio.get_running_loop()
         self._is_woken = False
-        self._timer = self._loop.call_later(self.hold, self._end_if_answered, True)
+        self._timer = self._loop.call_later(self.hold, self._end_if_answered, True, context=context)
         self.waiters.add(self.topic, self)
 
     def wake(self) -> None:
         """Look for a reply, after what this thread does now: several changes at once are one answer."""
         if not self._is_woken:
             self._is_woken = True
-            self._loop.call_soon(self._end_if_answered, False)
+            self._loop.call_soon(self._end_if_answered, False, context=self._context)
 
     def cancel(self, reset: bool | None) -> None:
         self._timer.cancel()
@@ -190,7 +191,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, connections: Connections, accepted: socket.socket) -> None:
         self._connections = connections
-        self._limits = connections.limits
+        self._limits, self._context = connections.limits, connections.context
         self._socket = accepted
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None  # None: none yet, as before a TLS handshake
@@ -293,7 +294,7 @@ class Connection(asyncio.Protocol):
         elif isinstance(answer, LongPoll):
             self._pending = answer
             self._connections.unauthenticated.pop(self, None)  # only a genuine request waits
-            answer.start(self._send)
+            answer.start(self._send, self._context)
         else:
             self._answer_body = answer
             if len(self._received) < self._request.length:
@@ -321,7 +322,9 @@ class Connection(asyncio.Protocol):
         """seconds: from now; None: there is no deadline."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self._loop.call_later(seconds, self._expire)
+        self._timer = (
+            None if seconds is None else self._loop.call_later(seconds, self._expire, context=self._context)
+        )
 
     def _expire(self) -> None:
         if self._answer_body is None:
@@ -348,6 +351,7 @@ class Connections:
         self.limits = limits
         # Those that have not authenticated themselves, in the order in which they came; also before a TLS handshake.
         self.unauthenticated: dict[Connection, None] = {}
+        self.context = copy_context()  # of all timers: a copy for each would be much garbage to look through
         self._tls = tls
         self._on_empty = on_empty
         self._loop = asyncio.get_running_loop()
