@@ -23,6 +23,7 @@ from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits
 from spark_elastic.testing.fakes import CountingProgram, ProcessLauncher
 from tests.component.injected_faults import list_workers
+from tests.component.warm_slots import WarmLauncher
 from tests.component.worker.moments import HeldProgram
 from tests.journals import keep_journal
 
@@ -44,7 +45,7 @@ class Job(JobListener):
     """`size` workers on `room` slots (default: as many). `post` reaches the driver as discovery does.
 
     until: what must have come, besides the end of all acts, before a `Held` program takes its last step. faults: where
-    they are off nothing is waited for.
+    they are off nothing is waited for. warm: slots are processes that earlier jobs had, and fork their workers.
     """
 
     program: CountingProgram
@@ -55,9 +56,11 @@ class Job(JobListener):
     collective_timeout: float = 20.0
     until: Callable[[JobProgress], bool] = lambda now: True
     faults: bool = True
+    warm: bool = True
 
     def __post_init__(self) -> None:
-        self.cluster = ProcessLauncher(
+        launcher = WarmLauncher if self.warm else ProcessLauncher
+        self.cluster = launcher(
             self.program,
             SystemClock(),
             slots_per_host=self.slots_per_host,

@@ -149,7 +149,7 @@ def test_training_survives_many_resets_within_one_epoch(fault: Fault) -> None:
 @pytest.mark.scenario("G4")
 def test_a_silent_host_is_evicted_and_fenced_when_it_wakes(fault: Fault) -> None:
     """Slot and worker are paused, no connection breaks; when they resume, the old worker is in no world."""
-    job = Job(HeldProgram(20, 0.02), until=lambda now: 3 in now.sizes[2:], faults=fault.on)
+    job = Job(HeldProgram(20, 0.02), until=lambda now: 3 in now.sizes[2:], faults=fault.on, warm=False)
     frozen: list[psutil.Process] = []
 
     def freeze() -> None:
@@ -258,6 +258,6 @@ class MemoryHog(CountingProgram):
 
 def test_running_out_of_memory_is_named_and_ends_the_job_after_two_repeats(box: Box, fault: Fault) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    job = Job(MemoryHog(box, bool(fault(lambda: True))), size=2)
+    job = Job(MemoryHog(box, bool(fault(lambda: True))), size=2, warm=False)
     with pytest.raises(OutOfMemory, match=r"out of memory 3 times .*spark\.executor\.memoryOverhead"):
         job.run()
