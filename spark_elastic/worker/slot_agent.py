@@ -51,9 +51,9 @@ STACK_AFTER = 1.0  # seconds of work without waiting for others, after which hea
 SEND_LINES_EVERY = 0.2  # seconds between two messages of log lines
 LINES_AT_ONCE = 500  # in one message
 CHARACTERS_AT_ONCE = LINE_AT_MOST  # a message can hold twice as many, whatever their encoding
-# In a job whose slots send heartbeats as often as any: what others wait for is told at once, R24 (suspicion).
+# In a job whose slots send heartbeats as often as any: what others wait for is told at each look, R24 (suspicion).
 CHECK_EVERY = 0.1  # seconds between two looks at the worker
-REPORT_WAIT = 0.25  # seconds that the worker has waited for others
+REPORT_WAITS = 0.1, 2.0  # seconds for which the worker has waited for others, from which on and until when
 STOP_GRACE = 3.0  # seconds that a worker told to stop gets before its slot kills it
 JOIN_GRACE = 1.0  # seconds for a former spare to join before the next spare is started
 LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
@@ -91,7 +91,6 @@ class SlotAgent:
         self._started = 0
         self._oom_kills = OomKillCounter()
         self._heartbeat_every = 1.0
-        self._reported_wait = False  # whether the newest heartbeat said that the worker has waited for others
         self._registered_at = self.clock.now()
         self._closing = threading.Event()
         self._lines_complete = threading.Event()
@@ -325,9 +324,8 @@ class SlotAgent:
         return True
 
     def _has_news(self, child: Child) -> bool:
-        if child.state() == STOPPED:
-            return True
-        return not self._reported_wait and child.reader.read_wait(self.clock.now()) >= REPORT_WAIT
+        first, last = REPORT_WAITS
+        return child.state() == STOPPED or first <= child.reader.read_wait(self.clock.now()) < last
 
     def _create_heartbeat(self, child: Child | None) -> messages.Heartbeat:
         slot = self.identity.slot
@@ -338,7 +336,6 @@ class SlotAgent:
         sample = child.read_sample(self.clock.now(), stopped)
         is_stalled = stopped or (not sample.is_waiting and sample.seconds > STACK_AFTER)
         stack = sample.stack if is_stalled else ""
-        self._reported_wait = sample.is_waiting and sample.seconds >= REPORT_WAIT
         did = sample.is_waiting, sample.seconds, stack, sample.bitwise
         return messages.Heartbeat(slot, child.worker, state, *did)
 

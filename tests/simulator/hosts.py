@@ -32,7 +32,7 @@ from spark_elastic.protocol.types import (
     heartbeat_interval,
 )
 from spark_elastic.protocol.worker_machine import WorkerStage
-from spark_elastic.worker.slot_agent import CHECK_EVERY
+from spark_elastic.worker.slot_agent import CHECK_EVERY, REPORT_WAITS
 from tests.simulator.fault_plan import Moment
 from tests.simulator.invariants import Violation
 
@@ -149,6 +149,18 @@ class SimSlot:
         if worker is not None and worker.alive and worker.stopped and small:
             self.send_heartbeat(again=False)
             self.sim.schedule(CHECK_EVERY, self.report_stop)
+
+    def report_wait(self, since: float) -> None:
+        """Likewise, of a worker that has waited since then."""
+        worker, last = self.worker, REPORT_WAITS[1]
+        if (
+            worker is not None
+            and worker.alive
+            and worker.waits_since == since
+            and self.sim.now - since < last
+        ):
+            self.send_heartbeat(again=False)
+            self.sim.schedule(CHECK_EVERY, lambda: self.report_wait(since))
 
     def send_heartbeat(self, again: bool = True) -> None:
         if self.alive and not self.is_silent:
@@ -298,7 +310,9 @@ class SimWorker:
         """A request that stays open until answered, and is repeated."""
         self.connected = True
         if question is not self.question:
-            self.waits_since = self.sim.now
+            self.waits_since = since = self.sim.now
+            if self.sim.plan.bitwise:
+                self.sim.schedule(REPORT_WAITS[0], lambda: self.slot.report_wait(since))
         self.question = question
         question()
         self.act_later(REPEAT, lambda: self.ask(question) if self.question is question else None)

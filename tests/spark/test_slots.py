@@ -42,7 +42,7 @@ def test_r18_killed_executors_are_proven_dead(spark: SparkSession, standalone: S
             standalone.kill_executor(pid)
 
     result = launch(spark, program, Limits(3, 1, 3), ScenarioListener((30, None, kill_all)))
-    reasons = ["starts from the beginning" in world.reason for world in result.worlds]
+    reasons = ["for lack of a checkpoint" in world.reason for world in result.worlds]
     anew = reasons.index(True)
     waited = result.worlds[anew].seconds - result.worlds[anew - 1].seconds
     assert waited < Limits(3, 1, 3).driver_timeout / 2

@@ -28,11 +28,15 @@ CHECKS_PER_HEARTBEAT = 4  # where these are more
 # Seconds. Imports keep a host busy, nothing waits for a worker that is not warm, and a new one would import again.
 STARTING_LEASE = 30.0
 MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for a last step
+SILENCE = 0.6  # seconds for which no slot at all was heard, so that none is suspicious
 LATE = 0.2  # seconds in which the driver has not looked, so that it may not have read what came
 LONGEST_STOP = 0.25  # seconds for which a process that a signal has stopped may keep others waiting
-WAITS = 0.25  # seconds that a member waits for others, from which on silence of others is suspicious
-SHORTEST_DELAY = 0.6  # seconds by which a heartbeat may be late on any host, however punctual it was
-SHORTEST_BITWISE_DELAY = 0.2  # likewise, where another worker's share has the same bits
+WAITS = 0.1  # seconds that a member waits for others, from which on silence of others is suspicious
+SHORTEST_DELAY = 0.75  # seconds by which a heartbeat may be late on any host, however punctual it was
+# Likewise, where another worker's share has the same bits, while witnesses come all along: seconds from one to the next
+# at most, and from the first to the last at least, in which a heartbeat of each slot was due.
+SHORTEST_BITWISE_DELAY = 0.2
+WITNESS_GAP, WITNESS_SPAN = 0.2, 0.3
 LONGEST_DELAYS = 3  # so often the longest delay of a slot may come at once
 FORGET = 0.99  # of the longest delay, what is left of it after another heartbeat
 
@@ -222,6 +226,8 @@ def note_heartbeat(tx: Transition, slot: SlotRecord, event: messages.Heartbeat) 
     tx.state.slots.put(slot)
     worker = tx.state.workers.get(event.worker) if event.waits and event.worker is not None else None
     if worker is not None and worker.is_member and event.seconds >= WAITS and runs:
+        if tx.now - connections.waited_at > WITNESS_GAP:
+            connections.witnessed_since = tx.now
         connections.waited_at, connections.bitwise = tx.now, event.bitwise
     return slot
 
@@ -235,7 +241,11 @@ def _get_check_interval(tx: Transition) -> float:
 
 
 def _get_shortest_delay(tx: Transition) -> float:
-    return SHORTEST_BITWISE_DELAY if tx.state.connections.bitwise else SHORTEST_DELAY
+    """R12 (driver silence): a driver that hears others all along is not cut off itself."""
+    connections = tx.state.connections
+    hears = tx.now - connections.waited_at <= WITNESS_GAP
+    hears &= connections.waited_at - connections.witnessed_since >= WITNESS_SPAN
+    return SHORTEST_BITWISE_DELAY if connections.bitwise and hears else SHORTEST_DELAY
 
 
 def notice_pause(tx: Transition) -> None:
@@ -262,7 +272,7 @@ def on_tick(tx: Transition, event: on.Tick) -> None:
     connections.next_lease_check = tx.now + _get_check_interval(tx)
     seen = max((slots[w.slot].last_seen for w in state.workers.values() if w.slot in slots), default=None)
     silence = tx.now - seen if seen is not None else 0.0
-    if silence > max(_get_shortest_delay(tx), 1.5 * interval):
+    if silence > max(SILENCE, 1.5 * interval):
         connections.driver_late_at = tx.now
     # R12 (driver silence): all slots fell silent although connections stand, so the driver is cut off, or was paused.
     # Training continues without it until `driver_timeout`, after which the workers have ended themselves.

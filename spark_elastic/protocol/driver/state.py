@@ -383,6 +383,7 @@ class Connections(Part):
     driver_late_at: float = float("-inf")  # the same, also for a moment
     waited_at: float = float("-inf")  # when last a slot said that its member waits for others
     bitwise: bool = False  # whether that member's steps have the same bits, whichever workers compute them
+    witnessed_since: float = float("-inf")  # since when slots have said so with short gaps
     last_lease_check: float = float("inf")  # when the leases were last checked
     next_lease_check: float = 0.0  # the first tick from this time on checks them
 

@@ -158,14 +158,14 @@ def test_a_slot_whose_connection_is_back_counts_as_seen() -> None:
 @pytest.mark.parametrize(
     ("others", "bitwise", "late", "letter", "within"),
     [
-        ("wait", False, 0.0, "", 0.95),
+        ("wait", False, 0.0, "", 1.1),
         ("wait", False, 0.0, "T", 0.35),  # stopped by a signal
-        ("wait", False, 0.0, "Z", 0.95),
+        ("wait", False, 0.0, "Z", 1.1),
         ("work", False, 0.0, "T", 5.1),
         ("work", True, 0.0, "", 5.1),
         ("wait", False, 0.9, "", 2.9),  # as late as its heartbeats were at times, and twice as late again
         ("wait", False, 3.0, "", 5.1),
-        ("wait", True, 0.0, "", 0.5),
+        ("wait", True, 0.0, "", 0.55),
         ("wait", True, 0.5, "", 1.6),
     ],
 )
@@ -189,6 +189,28 @@ def test_r24_a_member_others_wait_for_is_lost(
             break
     assert within - 0.35 <= bench.now - began <= within + 0.3
     assert set(bench.state.workers) == {name(1), name(2), name(3)}
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.3, 0.4, 0.5, 0.7, 1.0])
+@pytest.mark.parametrize("witness", [1, 2])
+def test_r24_in_bitwise_mode_a_short_cut_of_the_drivers_network_makes_nobody_suspicious(
+    witness: int, seconds: float
+) -> None:
+    """Those who wait send a heartbeat at each look, and one of them is heard first again."""
+    bench = Bench.running(*ALL, driver_timeout=40.0)
+
+    def wait(span: float) -> None:
+        for turn in range(round(span / 0.1)):
+            for job in ALL if turn % 3 == 2 else (1, 2, 3):
+                bench.on(Heartbeat(SlotId(f"{job}-0"), name(job), "S", job < 4, 0.5, "", True))
+            bench.wait(0.1)
+
+    wait(3.0)
+    bench.wait(seconds)
+    bench.on(Heartbeat(SlotId(f"{witness}-0"), name(witness), "S", True, 1.5, "", True))
+    bench.wait(0.1)
+    wait(1.0)
+    assert not bench.find_commands(AbortWorld)
 
 
 @pytest.mark.parametrize("pause", ["of the driver", "of its network"])
