@@ -51,9 +51,10 @@ STACK_AFTER = 1.0  # seconds of work without waiting for others, after which hea
 SEND_LINES_EVERY = 0.2  # seconds between two messages of log lines
 LINES_AT_ONCE = 500  # in one message
 CHARACTERS_AT_ONCE = LINE_AT_MOST  # a message can hold twice as many, whatever their encoding
-# In a job whose slots send heartbeats as often as any: what others wait for is told at each look, R24 (suspicion).
+# In a job whose slots send heartbeats as often as any: what others wait for is told at each look, R24 (suspicion); in
+# bitwise mode also that they wait.
 CHECK_EVERY = 0.1  # seconds between two looks at the worker
-REPORT_WAITS = 0.1, 2.0  # seconds for which the worker has waited for others, from which on and until when
+REPORT_WAITS = 0.05, 2.0  # seconds for which the worker has waited for others, from which on and until when
 STOP_GRACE = 3.0  # seconds that a worker told to stop gets before its slot kills it
 JOIN_GRACE = 1.0  # seconds for a former spare to join before the next spare is started
 LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
@@ -325,7 +326,7 @@ class SlotAgent:
 
     def _has_news(self, child: Child) -> bool:
         first, last = REPORT_WAITS
-        return child.state() == STOPPED or first <= child.reader.read_wait(self.clock.now()) < last
+        return child.state() == STOPPED or first <= child.reader.read_bitwise_wait(self.clock.now()) < last
 
     def _create_heartbeat(self, child: Child | None) -> messages.Heartbeat:
         slot = self.identity.slot

@@ -221,11 +221,11 @@ class StackReader:
         seconds = max(0.0, now - abs(number)) if number else 0.0
         return StackSample(number > 0, seconds, self._newest, due, bool(bitwise))
 
-    def read_wait(self, now: float) -> float:
-        """Seconds for which the child has waited for others; 0.0: it works."""
+    def read_bitwise_wait(self, now: float) -> float:
+        """Seconds for which a child whose steps are bitwise has waited for others; 0.0: it works, or they are not."""
         with self._lock:
-            number = 0.0 if self._closed else self._read_numbers()[0]
-        return max(0.0, now - number) if number > 0 else 0.0
+            number, _, bitwise = (0.0, 0.0, 0.0) if self._closed else self._read_numbers()
+        return max(0.0, now - number) if number > 0 and bitwise else 0.0
 
     def _read_numbers(self) -> tuple[float, float, float]:
         page = os.pread(self.activity, _ACTIVATION, 0)

@@ -31,12 +31,12 @@ MARGIN = 5.0  # seconds added to driver_timeout, for clocks that differ and for 
 SILENCE = 0.6  # seconds for which no slot at all was heard, so that none is suspicious
 LATE = 0.2  # seconds in which the driver has not looked, so that it may not have read what came
 LONGEST_STOP = 0.25  # seconds for which a process that a signal has stopped may keep others waiting
-WAITS = 0.1  # seconds that a member waits for others, from which on silence of others is suspicious
+WAITS = 0.05  # seconds that a member waits for others, from which on silence of others is suspicious
 SHORTEST_DELAY = 0.75  # seconds by which a heartbeat may be late on any host, however punctual it was
 # Likewise, where another worker's share has the same bits, while witnesses come all along: seconds from one to the next
 # at most, and from the first to the last at least, in which a heartbeat of each slot was due.
 SHORTEST_BITWISE_DELAY = 0.2
-WITNESS_GAP, WITNESS_SPAN = 0.2, 0.3
+WITNESS_GAP, WITNESS_SPAN = 0.2, 0.25
 LONGEST_DELAYS = 3  # so often the longest delay of a slot may come at once
 FORGET = 0.99  # of the longest delay, what is left of it after another heartbeat
 
