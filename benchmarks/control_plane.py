@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.ranks import run_ranks
 from benchmarks.parts.report import Row
 from spark_elastic.clock import SystemClock
@@ -314,7 +315,7 @@ def measure(
     firsts, losses = [], []  # (size, the driver's processor seconds), of large sizes
     with tempfile.TemporaryDirectory() as folder:
         program = build_clients(Path(folder))
-        for size in sizes:
+        for size in within_budget(sizes, "workers:"):
             found, first, loss = measure_size(program, size, size <= store_until, size <= c10d_until)
             rows += found
             if size >= 128:
