@@ -1,4 +1,5 @@
-"""Storms: hosts are lost and join by the dozen, and in `nox -s faults` by the hundred, with 10,000 workers."""
+"""Storms: hosts are lost, cut off and join by the dozen, and in `nox -s faults` by the hundred, with 10,000 workers. So
+is the driver cut off."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ THOUSAND = pytest.param(1000, marks=[pytest.mark.faults, pytest.mark.timeout(180
 
 
 @pytest.mark.parametrize("hosts", [20, THOUSAND])
-def test_the_loss_of_many_hosts_at_once_costs_no_step(hosts: int) -> None:
+def test_a_storm_costs_no_step(hosts: int) -> None:
     """The simulation judges the rest: every row once, replicas identical, invariants at each world."""
     report = simulate(plan_storm(seed=1, hosts=hosts))
     assert report.end.outcome is JobOutcome.SUCCESS, report.event_log
