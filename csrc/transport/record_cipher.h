@@ -1,5 +1,5 @@
 // The records of an encrypted connection: AES-128 in OCB mode (RFC 7253), or in GCM where a host's OpenSSL has no OCB (in
-// FIPS mode), with TLS 1.3's nonces (RFC 8446, 5.3) under keys from TLS's exporter (7.5). They may be eight times as long
+// FIPS mode), with TLS 1.3's nonces (RFC 8446, 5.3) under keys from TLS's exporter (7.5). They may be four times as long
 // as TLS's own, and are encrypted from, and decrypted to, where the caller's bytes lie. OCB passes over the bytes once:
 // OpenSSL 3.0 encrypts twice as fast with it as with GCM.
 //
@@ -16,7 +16,7 @@ namespace elastic {
 // One direction of a connection. Both sides count its bytes, so that they change keys at the same record.
 class RecordCipher {
  public:
-  static constexpr size_t kHead = 4, kTag = 16, kMaxText = size_t{1} << 17;
+  static constexpr size_t kHead = 4, kTag = 16, kMaxText = size_t{1} << 16;
   static constexpr uint64_t kRekeyAfter = uint64_t{1} << 36;  // bytes; both modes allow 2^38 under one key
 
   // seals: this is the side that sends. ocb: else GCM.
