@@ -55,6 +55,15 @@ CASES = {
         {"repeat": 3},
         {"repeat": 1, "steps": 60, "peers": ("spark_elastic",), "plans": ("none",)},
     ),
+    "head_to_head_quiet": Case(
+        "head_to_head:measure",
+        {
+            "repeat": 2,
+            "peers": ("spark_elastic", "torchrun"),
+            "plans": ("none", "kill", "often", "return", "scale"),
+        },
+        {"repeat": 1, "steps": 60, "peers": ("spark_elastic",), "plans": ("none",)},
+    ),
     "loop_memory": Case("memory:measure_loops", small={"megabytes": 1024}),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}),
