@@ -48,6 +48,7 @@ CASES = {
     "control_plane": Case("control_plane:measure", small={"sizes": (2,)}),
     "estimator": Case("estimator:measure", small={"rows": 4096, "nets": ("small",), **ONE_ROUND}),
     "frozen": Case("frozen:measure", small={"megabytes": (1,), "kills": 1, "rounds": 2}),
+    "goodput": Case("goodput:measure", small={"draws": 1, "sizes": ()}),
     "gpu": Case("gpu:measure", {"rounds": 3}, ONE_ROUND),
     "gpu_recovery": Case("gpu:compare_recoveries", {"device": "cuda", "kills": 8}, {"kills": 1}),
     "head_to_head": Case(
