@@ -86,14 +86,15 @@ class Peer:
         return self._paces(run, 0, 0.6 * until if self.waits else until)
 
     def alone_paces(self, without: str) -> list[float]:
-        """Steps a second of one worker, in other plans where it is alone for seconds."""
+        """Steps a second of one worker, in other plans where it is alone for seconds; half of all's where none is."""
         ends = {"return": 20, "scale": 30, "silence": 30}
         runs = [run for plan in ends if plan != without for run in self.runs(plan) if run["full"] < 1]
-        return [
+        paces = [
             pace * self.slowness(run) / SHARE.get(self.name, 1.0)
             for run in runs
             for pace in self._paces(run, run["faults"][0] + 6, ends[run["plan"]])
         ]
+        return paces or [pace / 2 for pace in self.full_paces()]
 
     def _paces(self, run: dict[str, Any], begin: float, end: float) -> list[float]:
         curve = run["curve"][math.ceil(begin) : int(end) + 1]
