@@ -38,6 +38,8 @@ PLANS = ("none", *KILL_PLANS, *HOST_PLANS, *SINGLE_PLANS[1:])
 RESTARTING = {"torchrun": 0, "ray": 1}
 STAYS = {"ray"}  # its worker works on while its host leaves with notice, until the host is back
 SHARE = {"torchft": 0.5}  # of a step's rows, that a worker which is alone takes
+OWN = ", own pace"
+NEAR = 0.03  # that a prediction should be off by at most
 HOST = 8  # workers that fail together
 DAY = 86_400.0
 RATES = {  # failures of a host a day
@@ -202,7 +204,7 @@ def check(record: dict[str, Any], draws: int, where: str = "") -> list[Row]:
             continue
         predicted = statistics.median(predict(peer, run, record, own, draws) for run in runs)
         measured = statistics.median(run["seconds"] for run in runs)
-        rows.append(Row(f"{name}, {plan}{where}{', own pace' if own else ''}", predicted, measured))
+        rows.append(Row(f"{name}, {plan}{where}{OWN if own else ''}", predicted, measured))
     return rows
 
 
@@ -272,4 +274,16 @@ def measure(draws: int = 400, sizes: tuple[int, ...] = (1000, 10_000)) -> list[R
     """draws: of each run that is predicted. sizes: workers for which is drawn what nobody has measured here."""
     names = ("head_to_head", "head_to_head_quiet", "control_plane")
     full, quiet, control = (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
-    return [*check(full, draws), *check(quiet, draws, ", another day"), *draw(full, control, sizes)]
+    checks = [*check(full, draws), *check(quiet, draws, ", another day")]
+    own = [row for row in checks if row.case.endswith(OWN)]
+    return [
+        *checks,
+        count_near("the pace of undisturbed runs", [row for row in checks if row not in own]),
+        count_near("their own first pace", own),
+        *draw(full, control, sizes),
+    ]
+
+
+def count_near(what: str, rows: list[Row]) -> Row:
+    near = sum(abs(row.ours / (row.peer or math.nan) - 1) <= NEAR for row in rows)
+    return Row(f"predictions at {what} within {NEAR:.0%}, of all", near, len(rows), "")
