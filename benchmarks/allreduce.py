@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import spark_elastic.torch as hvd
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.ranks import be_worker, find_medians, join_group, run_ranks, take_turns
 from benchmarks.parts.report import Row
 from elastic_collectives import Group
@@ -62,7 +63,7 @@ def make_contenders(sockets: list[Group], shared: Group, count: int) -> list[Cal
 def measure(ranks: tuple[int, ...] = (2, 4), rounds: int = 21) -> list[Row]:
     """A row per size of array and way, in milliseconds."""
     rows = []
-    for size in ranks:
+    for size in within_budget(ranks, "ranks:"):
         with tempfile.TemporaryDirectory() as folder:
             found = run_ranks(size, run_rank, folder, rounds, groups=3)
         for name, *times in zip(SIZES, *found, strict=True):

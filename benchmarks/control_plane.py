@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.ranks import run_ranks
 from benchmarks.parts.report import Row
 from spark_elastic.clock import SystemClock
@@ -81,7 +82,7 @@ def drive(pipe: Connection, size: int) -> None:
 
     def post(event: DriverEvent) -> None:
         count[0] += 1
-        inbox.put(event)
+        inbox.add(event)
 
     os.sched_setaffinity(0, choose_cores(0))
     limits = Limits(size, 1, size, gather_timeout=600, lease=3600, regroup_timeout=600)
@@ -89,7 +90,7 @@ def drive(pipe: Connection, size: int) -> None:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     pace = partial(heartbeat_interval, LEASE)
-    callbacks = ServerCallbacks(post, lambda lines: None, heartbeat_interval=pace)
+    callbacks = ServerCallbacks(post, lambda lines: None, heartbeat_interval=pace, wake=inbox.wake)
     with RendezvousServer(KEY, 1, callbacks, clock) as server:
         effects = partial(execute, server, NoLauncher(), lambda kept: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects, clock, Journal())
@@ -314,7 +315,7 @@ def measure(
     firsts, losses = [], []  # (size, the driver's processor seconds), of large sizes
     with tempfile.TemporaryDirectory() as folder:
         program = build_clients(Path(folder))
-        for size in sizes:
+        for size in within_budget(sizes, "workers:"):
             found, first, loss = measure_size(program, size, size <= store_until, size <= c10d_until)
             rows += found
             if size >= 128:

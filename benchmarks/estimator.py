@@ -28,6 +28,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.ranks import compare_figures, join_group, run_ranks
 from benchmarks.parts.report import Row
 from benchmarks.parts.spark import make_estimator, open_session
@@ -204,6 +205,6 @@ def measure(
         store = str(Path(folder) / "fits")
         first = measure_fit(Case(NETS["small"], rows, batch, 1, files), df, store)["fit outside of training"]
         found = [Row("the session's first fit, outside of training", first, None, "s")]
-        for net in nets:
+        for net in within_budget(nets, "net"):
             found += measure_case(Case(NETS[net], rows, batch, epochs, files), df, store, rounds)
     return found

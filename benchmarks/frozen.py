@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.loop_recovery import note_step, play, train_until_stopped
 from benchmarks.parts.report import Row
 
@@ -149,7 +150,7 @@ def measure(
 ) -> list[Row]:
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[Row] = []
-    for each in what:
-        for size in megabytes:
+    for each in within_budget(what, "what:"):
+        for size in within_budget(megabytes, f"{each}, MB:"):
             rows += measure_commit(size, rounds) if each == "commit" else measure_hand_over(size, each, kills)
     return rows

@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.ranks import compare_figures
 from benchmarks.parts.report import Row
 from benchmarks.parts.trial import Trial, kill_one
@@ -334,7 +335,8 @@ def compare_recoveries(device: str = "simnccl", kills: int = 20) -> list[Row]:
 def measure(rounds: int = 5, device: str = "cuda", cases: tuple[int, ...] = (0, 1, 2, 3, 4)) -> list[Row]:
     """cases: by number."""
     get_process_context().device = device
-    rows = [row for number in cases for row in measure_case(CASES[number], rounds, torch.device(device))]
+    numbers = within_budget(cases, "case")
+    rows = [row for number in numbers for row in measure_case(CASES[number], rounds, torch.device(device))]
     if device == "cuda":
         print(f"on {torch.cuda.get_device_name()}, torch {torch.__version__}")
     return rows

@@ -29,6 +29,7 @@ import psutil
 import torch
 
 import spark_elastic
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.head_page import rate
 from benchmarks.parts.history import Task, judge, read_lines
 from benchmarks.parts.launchers import HOSTS, LAUNCHERS, REQUIREMENTS, ROOT, Launcher, install
@@ -210,7 +211,9 @@ def measure(
     for peer in peers:
         install(peer)
     cases = itertools.product(range(repeat), plans, peers)
-    return Measured(steps, note, (run(peer, plan, number, steps) for number, plan, peer in cases))
+    return Measured(
+        steps, note, (run(peer, plan, number, steps) for number, plan, peer in within_budget(cases, "run"))
+    )
 
 
 def finish(name: str, measured: Measured, path: Path | None, keeps: bool = False) -> None:

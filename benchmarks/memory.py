@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 import torch
 
 import spark_elastic
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.report import Row
 from benchmarks.parts.rows_loop import train
 from benchmarks.parts.spark import make_estimator, open_session
@@ -144,7 +145,7 @@ def measure(megabytes: int = 4096, single: int = 1024) -> list[Row]:
 def measure_loops(megabytes: int = 10_240, groups: tuple[int, ...] = (64, 4)) -> list[Row]:
     """groups: megabytes of a row group."""
     found = []
-    for group in groups:
+    for group in within_budget(groups, "MB of a row group:"):
         with tempfile.TemporaryDirectory() as place, open_session(LOOP_WORKERS):
             write(Path(place, "0.parquet"), megabytes * MEGABYTE // LINKS, group * MEGABYTE)
             for number in range(1, LINKS):

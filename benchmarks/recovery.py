@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.regroup import local_rows
 from benchmarks.parts.report import Row
 from benchmarks.parts.trial import Trial, find_firsts, find_last, kill_one, note
@@ -177,7 +178,7 @@ def measure(
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="recovery-") as temporary:
         peer = statistics.median(torchrun(peer_kills, Path(temporary)))
-        for kind in ("child", "executor"):
+        for kind in within_budget(("child", "executor"), "kills of one kind:"):
             totals, parts = kill_in_a_fit(kind, kills, Path(temporary))
             p99 = sorted(totals)[min(len(totals) - 1, int(0.99 * len(totals)))]
             rows.append(Row(f"{kind} killed: p50 to the next step", statistics.median(totals), peer, "s"))

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.report import Row
 from benchmarks.peers.row_loaders import LOADERS, WIDTH, WORLDS, read_items
 
@@ -181,7 +182,7 @@ def measure(
         for name in ("LitData", "Lance"):
             seconds, _ = call(name, "copy_table", folder)
             found.append(Row(f"a copy of the table, for {LOADERS[name].title}", 0.0, seconds, "s"))
-        for count in processes:
+        for count in within_budget(processes, "worker processes:"):
             found += compare_speeds(folder, count, rounds, epochs)
         return found + compare_worlds(folder, rows)
 

@@ -28,6 +28,7 @@ import torch.testing._internal.distributed.fake_pg  # registers torch's backend 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.loop_recovery import measure_recovery
 from benchmarks.parts.ranks import be_worker, find_medians, join_group, run_ranks, take_turns
 from benchmarks.parts.report import Row
@@ -236,7 +237,7 @@ def measure(
     kills: int = 20,
 ) -> list[Row]:
     net, rows = Net(layers, width, rows=32), []
-    for size in ranks:
+    for size in within_budget(ranks, "ranks:"):
         if "steps" in what:
             rows += measure_steps(size, net, rounds)
         if "collectives" in what:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.ranks import be_worker, find_medians, join_group, run_ranks, take_turns
 from benchmarks.parts.report import Row
 from benchmarks.parts.tensorflow_step import ComparedSteps, addresses
@@ -170,7 +171,7 @@ def measure(
 ) -> list[Row]:
     """Rows in milliseconds."""
     found = []
-    for batch in rows:
+    for batch in within_budget(rows, "rows of a rank:"):
         net = Net(layers, width, batch, virtual_shares)
         with tempfile.TemporaryDirectory() as folder:
             if framework == "torch":

@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+from benchmarks.parts.budget import within_budget
 from elastic_collectives import Endpoint, Group, connect
 from spark_elastic.protocol.types import START, Fence, Member, World
 from spark_elastic.worker.context import WorkerContext, set_context
@@ -112,11 +113,14 @@ def compare_figures(
     contenders: Mapping[str, Callable[[], Sequence[float]]], rounds: int, warm_up: int = 0
 ) -> dict[str, list[float]]:
     """Medians of the figures that each contender returns; they take turns."""
+    for _ in range(warm_up):
+        for call in contenders.values():
+            call()
     found: dict[str, list[Sequence[float]]] = {name: [] for name in contenders}
-    for _ in range(rounds + warm_up):
+    for _ in within_budget(range(rounds), "round"):
         for name, call in contenders.items():
             found[name].append(call())
     return {
-        name: [statistics.median(column) for column in zip(*figures[warm_up:], strict=True)]
+        name: [statistics.median(column) for column in zip(*figures, strict=True)]
         for name, figures in found.items()
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.parts.budget import within_budget
 from benchmarks.parts.report import Row
 from benchmarks.parts.trial import PATIENCE, Line, Trial, find_last, kill_one, note
 from elastic_collectives import CollectiveError, Group
@@ -117,7 +118,7 @@ def count_broken(trial: Trial, generations: set[int]) -> int:
 def local_rows(folder: Path, sizes: Iterable[int], kills: int) -> list[Row]:
     """Regroup by size; scale-up and drain with four workers."""
     rows = []
-    for size in sizes:
+    for size in within_budget(sizes, "workers of one host:"):
         trial = play(folder / f"kill-{size}", size, [kill_one] * kills)
         times = [find_last(trial, *done, "runs") for done in trial.done]
         rows.append(Row(f"{size} local workers: kill to the next world, p50", statistics.median(times)))

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.parts.budget import BUDGET
+
 
 @dataclass(frozen=True)
 class Row:
@@ -65,14 +67,17 @@ def finish(name: str, rows: Sequence[Row], path: Path | None, keeps: bool = Fals
     """Print the table and, with a path, write the record. keeps: its rows of cases that were not measured."""
     print(f"{name} ({machine()})")
     print(table(rows))
+    for case in BUDGET.left_out:
+        print(f"left out for lack of time: {case}")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if keeps and path.exists():
             measured = {row.case for row in rows}
             recorded = [row for row in json.loads(path.read_text())["rows"] if row["case"] not in measured]
             rows = [*(Row(r["case"], r["ours"], r["peer"], r["unit"]) for r in recorded), *rows]
+        left_out = {"left out": BUDGET.left_out} if BUDGET.left_out else {}
         lines = [{**asdict(row), "ratio": row.ratio} for row in rows]
-        path.write_text(json.dumps({**describe_record(name), "rows": lines}, indent=1) + "\n")
+        path.write_text(json.dumps({**describe_record(name), **left_out, "rows": lines}, indent=1) + "\n")
 
 
 def _format(value: float | None) -> str:
