@@ -92,7 +92,7 @@ class Wire:
 @contextmanager
 def create_hosts(count: int) -> Iterator[tuple[Wire, list[Connection]]]:
     """Namespaces, their links, and a process in each, which ends when its pipe does."""
-    names = [f"spark-elastic-{host}" for host in range(1, count + 1)]
+    names = [f"spark-elastic-{os.getpid()}-{host}" for host in range(1, count + 1)]
     with ExitStack() as closing:
         folder = closing.enter_context(tempfile.TemporaryDirectory())
         source = Path(__file__).parent / "parts" / "link.cc"

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from benchmarks.parts.job_model import Fault, Job, simulate
 from benchmarks.parts.loggp import Network, fit, predict_bcube, predict_ring
 
+ROOT = Path(__file__).parents[3]
 RATE, PAUSE, SECONDS = 1 / 50, 12.0, 300_000.0
 
 
@@ -75,3 +82,19 @@ def test_a_fit_finds_the_network_that_made_the_times() -> None:
     ]
     found = fit("ring", points, Network(0.01, 1e-4, 8e-9, 1e-10))
     assert predict_ring(found, 6, 1 << 22) == pytest.approx(predict_ring(made, 6, 1 << 22), rel=0.01)
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/dev/net/tun").exists() or not shutil.which("ip"),
+    reason="needs root, /dev/net/tun and iproute2",
+)
+def test_hosts_of_a_link_of_20_ms_take_that_long_and_leave_nothing_behind() -> None:
+    command = [sys.executable, "-m", "benchmarks.run", "collectives", "--small"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+        report, _ = running.communicate(timeout=90)
+    assert running.returncode == 0
+    measured = re.search(r"bcube, 2 ranks, 4 KB, fitted +[\d.]+ +([\d.]+)  ms", report)
+    assert measured is not None
+    assert float(measured[1]) > 40.0  # there and back
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"spark-elastic-{running.pid}-" not in spaces
