@@ -73,6 +73,7 @@ CASES = {
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}, minutes=15),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}, minutes=8),
     "row_loader": Case("row_loader:measure", small={"rows": 20_003, "epochs": 1, **ONE_ROUND}, minutes=10),
+    "starts": Case("starts:measure", small={"kills": 1, **ONE_ROUND}, minutes=10),
     "torch_distributed": Case(
         "torch_distributed:measure",
         small={"ranks": (2,), "layers": 4, "width": 32, "kills": 1, **ONE_ROUND},
