@@ -62,7 +62,7 @@ Attributes = list[dict[str, Any]]  # by module
 
 
 def copy_attributes(modules: Iterable[Module]) -> Attributes:
-    return [dict(vars(module)) for module in modules]
+    return [module.__dict__.copy() for module in modules]
 
 
 def restore_attributes(modules: Iterable[Module], saved: Attributes) -> None:

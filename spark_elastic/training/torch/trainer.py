@@ -69,8 +69,8 @@ class ArrivingBatch(NamedTuple):
     arrival: Arrival | None  # None: the device is the CPU, and everything is there
 
     def wait(self) -> Batch:
-        parts = [(*part.features, *part.labels, part.weights) for part in self.batch.shares or (self.batch,)]
         if self.arrival is not None:
+            parts = [(*one.features, *one.labels, one.weights) for one in self.batch.shares or (self.batch,)]
             self.arrival.wait([tensor for tensors in parts for tensor in tensors if tensor is not None])
         return self.batch
 

@@ -25,7 +25,7 @@ from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.torch.loss import MultiOutputLoss
 from spark_elastic.training.torch.metrics import Metrics
 from spark_elastic.training.torch.step import GradientScaling
-from spark_elastic.training.trainer import StepCall, defer_interrupts
+from spark_elastic.training.trainer import DeferredInterrupts, StepCall
 from tests.unit.training.torch.trainees import (
     NEXT,
     ROWS,
@@ -151,6 +151,9 @@ def test_r01_r03_a_step_that_breaks_changes_nothing_and_can_be_taken_again(at: i
                 array.fill(7)
                 self._call()
 
+            def bind_allreduce(self, array: Any, compression: str | None = None) -> Any:
+                return lambda: self.allreduce(array)
+
             def allgather(self, array: Any) -> Any:
                 self._call()
                 return np.stack([array, array])
@@ -232,7 +235,7 @@ def test_r01_an_interrupt_waits_for_the_end_of_the_apply_section() -> None:
     assert threading.current_thread() is threading.main_thread()
     through = False
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - the interrupt comes at the block's end
-        with defer_interrupts():
+        with DeferredInterrupts():
             signal.raise_signal(signal.SIGINT)
             through = True
     assert through
