@@ -82,7 +82,7 @@ def drive(pipe: Connection, size: int) -> None:
 
     def post(event: DriverEvent) -> None:
         count[0] += 1
-        inbox.put(event)
+        inbox.add(event)
 
     os.sched_setaffinity(0, choose_cores(0))
     limits = Limits(size, 1, size, gather_timeout=600, lease=3600, regroup_timeout=600)
@@ -90,7 +90,7 @@ def drive(pipe: Connection, size: int) -> None:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     pace = partial(heartbeat_interval, LEASE)
-    callbacks = ServerCallbacks(post, lambda lines: None, heartbeat_interval=pace)
+    callbacks = ServerCallbacks(post, lambda lines: None, heartbeat_interval=pace, wake=inbox.wake)
     with RendezvousServer(KEY, 1, callbacks, clock) as server:
         effects = partial(execute, server, NoLauncher(), lambda kept: None)
         loop = DriverLoop(driver_machine.initial(limits, 1), inbox, effects, clock, Journal())

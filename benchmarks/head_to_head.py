@@ -5,9 +5,9 @@ benchmarks/parts/launchers.py, and the definitions of what is reported in benchm
 environment is made in build/peers at the first run; ledgers, weights and the peers' logs stay in build/head_to_head.
 The record has a form of its own, from which `python docs/generate.py` makes docs/head-to-head.md and its plots.
 
-Faults are real signals, their times count from the job's first step: SIGKILL to a worker every 20 s; SIGKILL to a host
-with all of its processes, which is there again 10 s later; SIGSTOP to a worker for 20 s; a host that leaves with
-notice and comes back after 20 s; SIGKILL to the process that coordinates, which is started again at once.
+Faults are real signals, their times count from the job's first step: SIGKILL to a worker every 20 s, or every 10 s;
+SIGKILL to a host with all of its processes, which is there again 10 s later; SIGSTOP to a worker for 20 s; a host that
+leaves with notice and comes back after 20 s; SIGKILL to the process that coordinates, which is started again at once.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Event:
 PLANS: dict[str, list[Event]] = {
     "none": [],
     "kill": [Event(10.0 + 20.0 * turn, "kill", (turn + 1) % HOSTS) for turn in range(15)],
+    "often": [Event(5.0 + 10.0 * turn, "kill", (turn + 1) % HOSTS) for turn in range(30)],
     "return": [Event(10.0, "kill_host"), Event(20.0, "add_host")],
     "stop": [Event(10.0, "stop"), Event(30.0, "continue")],
     "silence": [Event(10.0, "silence"), Event(30.0, "continue")],

@@ -51,6 +51,7 @@ CASES = {
     "control_plane": Case("control_plane:measure", small={"sizes": (2,)}, minutes=10),
     "estimator": Case("estimator:measure", small={"rows": 4096, "nets": ("small",), **ONE_ROUND}, minutes=10),
     "frozen": Case("frozen:measure", small={"megabytes": (1,), "kills": 1, "rounds": 2}),
+    "goodput": Case("goodput:measure", small={"draws": 1, "sizes": ()}),
     "gpu": Case("gpu:measure", {"rounds": 3}, ONE_ROUND, minutes=10),
     "gpu_recovery": Case("gpu:compare_recoveries", {"device": "cuda", "kills": 8}, {"kills": 1}),
     "head_to_head": Case(
@@ -59,10 +60,17 @@ CASES = {
         {"repeat": 1, "steps": 60, "peers": ("spark_elastic",), "plans": ("none",)},
         minutes=60,
     ),
+    "head_to_head_quiet": Case(
+        "head_to_head:measure",
+        {"repeat": 2, "peers": ("spark_elastic", "torchrun"), "plans": ("none", "kill", "often")},
+        {"repeat": 1, "steps": 60, "peers": ("spark_elastic",), "plans": ("none",)},
+        minutes=20,
+    ),
     "loop_memory": Case("memory:measure_loops", small={"megabytes": 1024}, minutes=15),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}, minutes=15),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}, minutes=8),
     "row_loader": Case("row_loader:measure", small={"rows": 20_003, "epochs": 1, **ONE_ROUND}, minutes=10),
+    "starts": Case("starts:measure", small={"kills": 1, **ONE_ROUND}, minutes=10),
     "torch_distributed": Case(
         "torch_distributed:measure",
         small={"ranks": (2,), "layers": 4, "width": 32, "kills": 1, **ONE_ROUND},

@@ -20,6 +20,7 @@ PEERS = {
 PLANS = {
     "none": "no fault",
     "kill": "a worker is killed every 20 s",
+    "often": "a worker is killed every 10 s",
     "return": "a host is killed and returns after 10 s",
     "stop": "a worker is stopped for 20 s",
     "silence": "all processes of a host are stopped for 20 s",

@@ -36,8 +36,6 @@ class Connection {
  private:
   int fd_ = -1;
   std::unique_ptr<Tls> tls_;
-  std::unique_ptr<char[]> out_;  // encrypted bytes; [outBegin_, outEnd_) is not sent yet
-  size_t outEnd_ = 0, outBegin_ = 0;
 };
 
 }  // namespace elastic

@@ -40,6 +40,9 @@ OpenSsl load() {
   FIND(SSL_CTX_get_ex_data);
   FIND(SSL_CTX_set_psk_use_session_callback);
   FIND(SSL_CTX_set_psk_find_session_callback);
+  FIND(SSL_CTX_set_alpn_protos);
+  FIND(SSL_CTX_set_alpn_select_cb);
+  FIND(SSL_get0_alpn_selected);
   FIND(SSL_new);
   FIND(SSL_free);
   FIND(SSL_get_SSL_CTX);
@@ -47,10 +50,8 @@ OpenSsl load() {
   FIND(SSL_set_connect_state);
   FIND(SSL_set_accept_state);
   FIND(SSL_do_handshake);
-  FIND(SSL_read);
-  FIND(SSL_write);
   FIND(SSL_get_error);
-  FIND(SSL_key_update);
+  FIND(SSL_export_keying_material);
   FIND(SSL_CIPHER_find);
   FIND(SSL_SESSION_new);
   FIND(SSL_SESSION_free);
@@ -63,8 +64,16 @@ OpenSsl load() {
   FIND(BIO_read);
   FIND(BIO_write);
   FIND(BIO_ctrl_pending);
+  FIND(EVP_CIPHER_CTX_new);
+  FIND(EVP_CIPHER_CTX_free);
+  FIND(EVP_aes_128_gcm);
+  FIND(EVP_CipherInit_ex);
+  FIND(EVP_CipherUpdate);
+  FIND(EVP_CipherFinal_ex);
+  FIND(EVP_CIPHER_CTX_ctrl);
   FIND(ERR_clear_error);
 #undef FIND
+  all.EVP_aes_128_ocb = reinterpret_cast<decltype(all.EVP_aes_128_ocb)>(dlsym(handle, "EVP_aes_128_ocb"));
   return all;
 }
 

@@ -122,7 +122,9 @@ def supervise(
     certificate = auth.select_certificate(config, options.encrypted)
     bind = Bind(options.bind, config.driver_port, options.advertise, certificate)
     attempt, checkpoints = (run.attempt, run.checkpoints) if run is not None else (FIRST_ATTEMPT, ())
-    callbacks = ServerCallbacks(events.put, monitor.on_logs, options.check_host, monitor.on_report, interval)
+    callbacks = ServerCallbacks(
+        events.add, monitor.on_logs, options.check_host, monitor.on_report, interval, events.wake
+    )
     server = RendezvousServer(key, attempt, callbacks, clock, bind, status)
 
     def describe() -> Shown:

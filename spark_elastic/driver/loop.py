@@ -34,18 +34,30 @@ class EventQueue:
     """Events in the order in which they came; None ends the loop. Any thread puts, only the driver loop takes.
 
     Most events are heartbeats, which do not wake the loop: taking the interpreter lock from the server's thread costs
-    more than they do. For that reason the loop also pauses after many events: thousands of workers answer at once."""
+    more than they do. For that reason the server adds events and wakes it for many at once, and the loop also pauses
+    after many: thousands of workers answer at once."""
 
     def __init__(self) -> None:
         self._events: deque[DriverEvent | None] = deque()
         self._wakeup = threading.Event()
         self._never = threading.Event()
         self._in_a_row = 0  # events since the loop last waited for one
+        self._has_news = False  # an event was added for which the loop is to be woken
 
     def put(self, event: DriverEvent | None) -> None:
         """Never blocks."""
+        self.add(event)
+        self.wake()
+
+    def add(self, event: DriverEvent | None) -> None:
+        """Without waking the loop."""
         self._events.append(event)
         if event is None or not is_heartbeat(event):
+            self._has_news = True
+
+    def wake(self) -> None:
+        if self._has_news:
+            self._has_news = False  # before the loop is told, so that another thread's news are not lost
             self._wakeup.set()
 
     def get(self, timeout: float) -> DriverEvent | None:

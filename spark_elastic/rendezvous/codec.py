@@ -23,6 +23,7 @@ T = TypeVar("T")
 Reader = Callable[[Any, str], Any]
 
 _SCALARS = frozenset((str, int, float, bool, type(None)))
+MAX_KNOWN = 1 << 16  # identifiers of a kind that are kept
 NON_FINITE = ("nan", "inf", "-inf")  # as Python writes and reads them
 
 
@@ -140,7 +141,7 @@ def _build_reader(hint: Any) -> Reader:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return partial(_read_enum, hint)
     if isinstance(hint, type) and issubclass(hint, str) and hint is not str:
-        return partial(_read_identifier, hint)
+        return partial(_read_identifier, hint, {})
     return partial(_read_scalar, hint)
 
 
@@ -150,13 +151,20 @@ def _read_scalar(hint: type, value: Any, where: str) -> Any:
     raise MalformedMessage(f"{where} must be {hint.__name__}, not {type(value).__name__}")
 
 
-def _read_identifier(hint: type[str], value: Any, where: str) -> str:
-    """A subclass of str, whose constructor raises ValueError for text that it does not take."""
+def _read_identifier(hint: type[str], known: dict[str, str], value: Any, where: str) -> str:
+    """A subclass of str, whose constructor raises ValueError for text that it does not take. The same text is the same
+    object again, so thousands of requests are not checked anew and leave less to the garbage collector."""
     text = _read_scalar(str, value, where)
-    try:
-        return hint(text)
-    except ValueError as error:
-        raise MalformedMessage(f"{where}: {error}") from None
+    identifier = known.get(text)
+    if identifier is None:
+        try:
+            identifier = hint(text)
+        except ValueError as error:
+            raise MalformedMessage(f"{where}: {error}") from None
+        if len(known) >= MAX_KNOWN:
+            known.clear()
+        known[text] = identifier
+    return identifier
 
 
 def _read_enum(hint: type[Enum], value: Any, where: str) -> Enum:

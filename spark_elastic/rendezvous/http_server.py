@@ -9,24 +9,26 @@ may listen on localhost; it is dropped when it breaks.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
+import math
 import os
 import resource
 import socket
 import ssl
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous import http1
 from spark_elastic.rendezvous.auth import Certificate
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
+from spark_elastic.rendezvous.sockets import Sockets
 
 log = logging.getLogger("spark_elastic.rendezvous")
 
@@ -82,51 +84,6 @@ def format_address(bind: Bind, listener: socket.socket) -> str:
 # ---- connections
 
 
-@dataclass(eq=False)
-class LongPoll:
-    """A request that waits for a reply, for its deadline, or for the end of its connection: the first one ends it."""
-
-    waiters: Waiters  # wake it
-    topic: Topic  # of what it waits for
-    find_reply: Callable[
-        [bool], object
-    ]  # the reply; None: it goes on waiting. True: it cannot, at its deadline
-    # Called once it has ended. Given whether the connection broke, and then whether the network reset it: the kernel of
-    # a machine closes the connections of a process that died. None: the connection did not break.
-    on_ended: Callable[[bool | None], None] = lambda reset: None
-    # Set by the dispatcher:
-    hold: float = 0.0  # seconds until its deadline
-    # Makes the reply that a call gives, or the error that it raises, a response; None, if it gives None.
-    respond: Callable[[Callable[[], object]], object] = lambda compute: None
-
-    def start(self, send: Callable[[Response], None], context: Context) -> None:
-        self._send, self._context = send, context
-        self._loop = asyncio.get_running_loop()
-        self._is_woken = False
-        self._timer = self._loop.call_later(self.hold, self._end_if_answered, True, context=context)
-        self.waiters.add(self.topic, self)
-
-    def wake(self) -> None:
-        """Look for a reply, after what this thread does now: several changes at once are one answer."""
-        if not self._is_woken:
-            self._is_woken = True
-            self._loop.call_soon(self._end_if_answered, False, context=self._context)
-
-    def cancel(self, reset: bool | None) -> None:
-        self._timer.cancel()
-        self.waiters.remove(self.topic, self)
-        self.on_ended(reset)
-
-    def _end_if_answered(self, is_last: bool) -> None:
-        self._is_woken = False
-        if self._timer.cancelled():
-            return
-        response = self.respond(lambda: self.find_reply(is_last))
-        if isinstance(response, Response):
-            self.cancel(None)
-            self._send(response)
-
-
 class Subject(Enum):
     WORLD = "a worker's next world"
     UPDATE = "what a worker must know at once"
@@ -137,32 +94,103 @@ class Subject(Enum):
 Topic: TypeAlias = tuple[Subject, str]  # of which worker, slot or scope
 
 
+@dataclass(frozen=True, eq=False)
+class Wait:
+    """How requests of one kind wait for a change."""
+
+    subject: Subject  # of the changes that wake them
+    # The reply to a message; None: it goes on waiting. True: it cannot, at its deadline.
+    find_reply: Callable[[Any, bool], object]
+    # Called once one has ended. Given its message and whether the connection broke, and then whether the network reset
+    # it: the kernel of a machine closes the connections of a process that died. None: the connection did not break.
+    on_ended: Callable[[Any, bool | None], None] = lambda message, reset: None
+
+
+@dataclass(eq=False, slots=True)
+class LongPoll:
+    """A request that waits for a reply, for its deadline, or for the end of its connection: the first one ends it.
+
+    Thousands wait all the time, and Python's garbage collector looks at all that they hold: so it is little."""
+
+    wait: Wait
+    name: str  # of the worker, slot or scope that it waits for
+    message: Any  # the request
+    waiters: Waiters  # wake it
+    # Set by the dispatcher:
+    hold: float = 0.0  # seconds until its deadline
+    credentials: object = None  # of the request
+    # Makes the reply, or the error that finding it raises, a response; None: it goes on waiting. True: at its deadline.
+    respond: Callable[[LongPoll, bool], Response | None] = lambda poll, is_last: None
+    is_woken: bool = False
+    connection: Connection | None = None  # None: before it begins, and once it has ended
+
+    def begin(self, connection: Connection) -> None:
+        self.connection = connection
+        self.waiters.add(self)
+
+    def end(self, reset: bool | None) -> None:
+        self.connection = None
+        self.waiters.remove(self)
+        self.wait.on_ended(self.message, reset)
+
+    def answer(self, is_last: bool) -> None:
+        """Answer the request, if there is a reply."""
+        self.is_woken = False
+        connection = self.connection
+        response = None if connection is None else self.respond(self, is_last)
+        if connection is not None and response is not None:
+            self.end(None)
+            connection.send(response)
+
+
 class Waiters:
-    """Long polls by topic. A change wakes those that it may concern: thousands of others wait all the time."""
+    """Long polls by topic. A change wakes those that it may concern: thousands of others wait all the time. They look
+    for a reply after what the thread does now: several changes at once are one answer."""
 
     def __init__(self) -> None:
-        self._polls: defaultdict[Topic, set[LongPoll]] = defaultdict(set)
+        self._polls: dict[Subject, dict[str, set[LongPoll]]] = {subject: {} for subject in Subject}
+        self._woken: deque[LongPoll] = deque()
+        self._answering_in: asyncio.AbstractEventLoop | None = None  # that is about to answer them
 
     def __len__(self) -> int:
-        return sum(map(len, self._polls.values()))
+        return sum(len(polls) for by_name in self._polls.values() for polls in by_name.values())
 
-    def add(self, topic: Topic, poll: LongPoll) -> None:
-        self._polls[topic].add(poll)
+    def add(self, poll: LongPoll) -> None:
+        self._polls[poll.wait.subject].setdefault(poll.name, set()).add(poll)
 
-    def remove(self, topic: Topic, poll: LongPoll) -> None:
-        self._polls[topic].discard(poll)
-        if not self._polls[topic]:
-            del self._polls[topic]
+    def remove(self, poll: LongPoll) -> None:
+        by_name = self._polls[poll.wait.subject]
+        by_name[poll.name].discard(poll)
+        if not by_name[poll.name]:
+            del by_name[poll.name]
 
     def wake(self, *topics: Topic) -> None:
-        for topic in topics:
-            for poll in self._polls.get(topic, ()):
-                poll.wake()
+        for subject, name in topics:
+            self._wake(self._polls[subject].get(name, ()))
 
     def wake_all(self, *subjects: Subject) -> None:
-        for (subject, _), polls in self._polls.items():
-            for poll in polls if subject in subjects else ():
-                poll.wake()
+        for subject in subjects:
+            for polls in self._polls[subject].values():
+                self._wake(polls)
+
+    def _wake(self, polls: Iterable[LongPoll]) -> None:
+        for poll in polls:
+            if not poll.is_woken:
+                poll.is_woken = True
+                self._woken.append(poll)
+        if self._woken:
+            loop = asyncio.get_running_loop()
+            if loop is not self._answering_in:  # a loop that died will not
+                self._answering_in = loop
+                loop.call_soon(self._answer_woken)
+
+    def _answer_woken(self) -> None:
+        self._answering_in = None
+        while self._woken:
+            try:
+                self._woken.popleft().answer(is_last=False)
+            except Exception:  # the others get theirs
+                log.exception("a request could not be answered")
 
 
 AnswerBody = Callable[[bytes], Response | LongPoll]
@@ -189,19 +217,25 @@ def max_unauthenticated() -> int:
 class Connection(asyncio.Protocol):
     """A connection: one request at a time, each with deadlines for its head and its body."""
 
-    def __init__(self, connections: Connections, accepted: socket.socket) -> None:
+    __slots__ = (
+        "_answer_body", "_connections", "_has_body", "_is_encrypted", "_is_in_head", "_is_last", "_length", "_pending",
+        "_received", "_socket", "_transport", "deadline", "looked_at", "number",
+    )  # fmt: skip
+
+    def __init__(self, connections: Connections, accepted: socket.socket, number: int) -> None:
+        self.number = number  # of this connection; none has it twice
+        self.deadline = math.inf  # when it has to be looked at, in the loop's time
+        self.looked_at = math.inf  # when it will be, not later than that
         self._connections = connections
-        self._limits, self._context = connections.limits, connections.context
         self._socket = accepted
-        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None  # None: none yet, as before a TLS handshake
         self._received = bytearray()  # not read yet
-        self._request = HttpRequest("GET", "", "", {}, 0, True)  # the newest one that was read
-        self._answer_body: AnswerBody | None = None  # of that request, while its body is awaited
-        self._pending: LongPoll | None = None  # of that request, while its answer is awaited
+        self._answer_body: AnswerBody | None = None  # of the newest request, while its body is awaited
+        self._length = 0  # of that body
+        self._has_body = True  # the answer to the newest request
+        self._pending: LongPoll | None = None  # the newest request, while its answer is awaited
         self._is_in_head = True  # the deadline is that of a head
         self._is_last = False  # it closes behind the next response
-        self._timer: asyncio.TimerHandle | None = None
 
     # ---- called by the event loop
 
@@ -209,7 +243,7 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._is_encrypted = transport.get_extra_info("sslcontext") is not None
-        self._set_deadline(self._limits.head_seconds)
+        self._set_deadline(self._connections.limits.head_seconds)
 
     def data_received(self, data: bytes) -> None:
         if self._is_closing():
@@ -225,9 +259,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()  # Python 3.10 takes one of TLS for open otherwise
         self._connections.forget(self)
-        if self._pending is not None:
-            self._pending.cancel(exc is not None)
-            self._pending = None
+        self._end_pending(exc is not None)
 
     # ---- called by the server
 
@@ -241,9 +273,7 @@ class Connection(asyncio.Protocol):
                 self.abort()  # a client that reads nothing answers no end of TLS
 
     def abandon(self) -> None:
-        if self._pending is not None:
-            self._pending.cancel(None)
-            self._pending = None
+        self._end_pending(None)
         self.abort()
 
     def abort(self) -> None:
@@ -253,6 +283,29 @@ class Connection(asyncio.Protocol):
         with suppress(OSError):  # it has hung up itself
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def expire(self) -> None:
+        """Its deadline has come."""
+        if self._pending is not None:
+            self._pending.answer(is_last=True)
+        elif self._answer_body is None:
+            self.abort()
+        else:
+            self.send(Response(408, is_last=True))
+
+    def send(self, response: Response) -> None:
+        """Answer the newest request."""
+        assert self._transport is not None
+        self._pending = None
+        if response.is_authenticated:
+            self._connections.unauthenticated.pop(self, None)
+        response.is_last = response.is_last or self._is_last
+        self._transport.write(response.encode(with_body=self._has_body))
+        self._set_deadline(None if response.is_last else self._connections.limits.idle_seconds)
+        if response.is_last:
+            self._transport.close()
+        elif self._received:  # what was sent meanwhile
+            self._connections.loop.call_soon(self._read)
+
     # ---- requests
 
     def _read(self) -> None:
@@ -260,11 +313,11 @@ class Connection(asyncio.Protocol):
             if self._answer_body is None:
                 if not self._read_head():
                     return
-            elif len(self._received) < self._request.length:
+            elif len(self._received) < self._length:
                 return
             else:
-                body = bytes(self._received[: self._request.length])
-                del self._received[: self._request.length]
+                body = bytes(self._received[: self._length])
+                del self._received[: self._length]
                 answer, self._answer_body = self._answer_body, None
                 self._set_deadline(None)
                 self._take(answer(body))
@@ -274,70 +327,115 @@ class Connection(asyncio.Protocol):
         if end < 0 and len(self._received) < http1.MAX_HEAD_BYTES:
             if self._received and not self._is_in_head:
                 self._is_in_head = True
-                self._set_deadline(self._limits.head_seconds)
+                self._set_deadline(self._connections.limits.head_seconds)
             return False
         try:
-            self._request = http1.parse_request(bytes(self._received[: max(0, end)]))
+            request = http1.parse_request(bytes(self._received[: max(0, end)]))
         except http1.MalformedHead as error:
             self._connections.note_refused(str(error))
-            self._send(Response(400, is_last=True))
+            self.send(Response(400, is_last=True))
             return False
         del self._received[: end + len(http1.END_OF_HEAD)]
         self._is_in_head = False
-        self._request.is_encrypted = self._is_encrypted
-        self._take(self._connections.app(self._request))
+        self._length, self._has_body = request.length, request.method != "HEAD"
+        self._is_last = self._is_last or request.is_last
+        request.is_encrypted = self._is_encrypted
+        self._take(self._connections.app(request))
         return True
 
     def _take(self, answer: Response | LongPoll | AnswerBody) -> None:
         if isinstance(answer, Response):
-            self._send(answer)
+            self.send(answer)
         elif isinstance(answer, LongPoll):
             self._pending = answer
             self._connections.unauthenticated.pop(self, None)  # only a genuine request waits
-            answer.start(self._send, self._context)
+            answer.begin(self)
+            self._set_deadline(answer.hold)
         else:
             self._answer_body = answer
-            if len(self._received) < self._request.length:
-                self._set_deadline(self._limits.body_seconds)
+            if len(self._received) < self._length:
+                self._set_deadline(self._connections.limits.body_seconds)
 
-    def _send(self, response: Response) -> None:
-        assert self._transport is not None
-        self._pending = None
-        if response.is_authenticated:
-            self._connections.unauthenticated.pop(self, None)
-        response.is_last = response.is_last or self._request.is_last or self._is_last
-        self._transport.write(response.encode(with_body=self._request.method != "HEAD"))
-        self._set_deadline(None if response.is_last else self._limits.idle_seconds)
-        if response.is_last:
-            self._transport.close()
-        elif self._received:  # what was sent meanwhile
-            self._loop.call_soon(self._read)
+    def _end_pending(self, reset: bool | None) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.end(reset)
 
     def _is_closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
-    # ---- deadlines
-
     def _set_deadline(self, seconds: float | None) -> None:
         """seconds: from now; None: there is no deadline."""
+        self._connections.deadlines.set(self, seconds)
+
+
+class Deadlines:
+    """When connections are to be looked at, with one timer for all: each has a deadline that moves with each request,
+    and is looked at when an earlier one would have come. So most requests only note a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._connections: dict[int, Connection] = {}  # by number
+        self._next: list[tuple[float, int]] = []  # heap: when to look at which one; may be out of date
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, connection: Connection, seconds: float | None) -> None:
+        """seconds: from now; None: it has no deadline."""
+        if seconds is None:
+            connection.deadline = math.inf
+            return
+        connection.deadline = self._loop.time() + seconds
+        if connection.deadline < connection.looked_at:
+            self._look_at(connection)
+            self._set_timer()
+
+    def forget(self, connection: Connection) -> None:
+        self._connections.pop(connection.number, None)
+
+    def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = (
-            None if seconds is None else self._loop.call_later(seconds, self._expire, context=self._context)
-        )
+
+    def _look_at(self, connection: Connection) -> None:
+        connection.looked_at = connection.deadline
+        self._connections[connection.number] = connection
+        heapq.heappush(self._next, (connection.deadline, connection.number))
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            if self._timer.when() <= self._next[0][0]:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._next[0][0], self._expire)
 
     def _expire(self) -> None:
-        if self._answer_body is None:
-            self.abort()
-        else:
-            self._send(Response(408, is_last=True))
+        self._timer = None
+        now = self._loop.time()
+        try:
+            while self._next and self._next[0][0] <= now:
+                when, number = heapq.heappop(self._next)
+                connection = self._connections.get(number)
+                if connection is not None and connection.looked_at == when:
+                    self._look(connection, now)
+        finally:  # one that fails must not keep the others from being looked at
+            if self._next:
+                self._set_timer()
+
+    def _look(self, connection: Connection, now: float) -> None:
+        del self._connections[connection.number]
+        connection.looked_at = math.inf
+        if connection.deadline <= now:
+            connection.deadline = math.inf
+            connection.expire()
+        elif connection.deadline < math.inf:
+            self._look_at(connection)
 
 
 # Connections; a whole queue at once could use up the files before the first ones are closed.
 ACCEPT_BATCH = 64
 UNSERVED_LOG_INTERVAL = 60.0  # seconds between two log lines about requests that are not served
 # Seconds until a host that vanished without a word is noticed: 10 + 3 × 5. Leases are quicker; this frees descriptors.
-KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+OPTIONS = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_NODELAY: 1}
 
 
 class Connections:
@@ -351,10 +449,12 @@ class Connections:
         self.limits = limits
         # Those that have not authenticated themselves, in the order in which they came; also before a TLS handshake.
         self.unauthenticated: dict[Connection, None] = {}
-        self.context = copy_context()  # of all timers: a copy for each would be much garbage to look through
+        self.loop = asyncio.get_running_loop()
+        self.deadlines = Deadlines(self.loop)
+        self._sockets = Sockets(self.loop)
+        self._count = 0  # of all connections so far
         self._tls = tls
         self._on_empty = on_empty
-        self._loop = asyncio.get_running_loop()
         self._all: set[Connection] = set()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._refused = 0  # requests since the last line of the log
@@ -372,30 +472,37 @@ class Connections:
                 return
             accepted.setblocking(False)
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in KEEPALIVE.items():
+            for option, value in OPTIONS.items():
                 accepted.setsockopt(socket.IPPROTO_TCP, option, value)
-            connection = Connection(self, accepted)
+            self._count += 1
+            connection = Connection(self, accepted, self._count)
             self._all.add(connection)
             self.unauthenticated[connection] = None
             if len(self.unauthenticated) > (self.limits.unauthenticated or max_unauthenticated()):
                 first = next(iter(self.unauthenticated))
                 del self.unauthenticated[first]
                 first.abort()
-            task = self._loop.create_task(self._open(connection, accepted))
+            if self._tls is None:
+                self._sockets.add(accepted, connection)
+                continue
+            task = self.loop.create_task(self._shake_hands(connection, accepted, self._tls))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
-    async def _open(self, connection: Connection, accepted: socket.socket) -> None:
-        seconds = self.limits.handshake_seconds if self._tls is not None else None
+    async def _shake_hands(
+        self, connection: Connection, accepted: socket.socket, tls: ssl.SSLContext
+    ) -> None:
+        seconds = self.limits.handshake_seconds
         with suppress(OSError):  # it hung up, or does not speak TLS
-            await self._loop.connect_accepted_socket(
-                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
+            await self.loop.connect_accepted_socket(
+                lambda: connection, accepted, ssl=tls, ssl_handshake_timeout=seconds
             )
             return
         self.forget(connection)  # no `connection_lost` follows
 
     def forget(self, connection: Connection) -> None:
         self.unauthenticated.pop(connection, None)
+        self.deadlines.forget(connection)
         self._all.discard(connection)
         if not self._all:
             self._on_empty()
@@ -403,7 +510,7 @@ class Connections:
     def note_refused(self, why: str) -> None:
         """Count a request that is no HTTP; their number is logged once per `UNSERVED_LOG_INTERVAL`."""
         self._refused += 1
-        now = self._loop.time()
+        now = self.loop.time()
         if now >= self._next_line:
             self._next_line = now + UNSERVED_LOG_INTERVAL
             count, self._refused = self._refused, 0
@@ -424,6 +531,8 @@ class Connections:
             task.cancel()
         await asyncio.gather(*self._handshakes, return_exceptions=True)
         await asyncio.sleep(0)  # their transports close
+        self.deadlines.close()
+        self._sockets.close()
 
 
 # ---- the server

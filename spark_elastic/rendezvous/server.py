@@ -12,11 +12,11 @@ import asyncio
 import dataclasses
 import ipaddress
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from spark_elastic.clock import Clock
 from spark_elastic.errors import InvalidInput, StaleGeneration
@@ -32,7 +32,7 @@ from spark_elastic.rendezvous.http_server import (
     HttpServer,
     LongPoll,
     Subject,
-    Topic,
+    Wait,
     format_address,
     listen,
     listen_on_loopback,
@@ -48,6 +48,8 @@ ACKNOWLEDGED = messages.Acknowledged()
 Handler = Callable[[Any], object]  # given a message: the reply, or the long poll that waits for it
 Handlers = Mapping[type[messages.DriverRequest[Any]], Handler]
 Peer = tuple[SlotId, WorkerId | None]
+PeerRequest: TypeAlias = messages.SlotRequest[Any] | messages.WorkerRequest[Any]
+NextWorldRequest: TypeAlias = messages.RequestNextWorld | messages.WorkerDone
 
 
 class ConnectionTracker:
@@ -94,6 +96,7 @@ class ServerCallbacks:
     admit: Callable[[dict[str, Any]], str | None] = lambda facts: None  # the refusal, by facts
     on_report: Callable[[wire.Report], None] = lambda report: None  # takes workers' progress
     heartbeat_interval: Callable[[int], float] = lambda slots: 1.0  # seconds, by number of slots
+    wake: Callable[[], None] = lambda: None  # called after posts, once for all requests that came at a time
 
 
 class Routes:
@@ -102,7 +105,13 @@ class Routes:
         self._callbacks = callbacks
         self._clock = clock
         self._connections = ConnectionTracker(self._post, clock)
-        self._events: deque[DriverEvent] = deque()  # not posted yet
+        self._waking_in: asyncio.AbstractEventLoop | None = None  # that is about to wake the driver
+        end = self._end_poll
+        self._for_world = Wait(Subject.WORLD, self._find_next_world, end)
+        self._for_update = Wait(Subject.UPDATE, self._find_update, end)
+        self._for_commands = Wait(Subject.COMMANDS, self._find_commands, end)
+        self._for_addresses = Wait(Subject.VALUES, self._find_known_addresses, end)
+        self._for_values = Wait(Subject.VALUES, self._find_values)
 
     def handlers(self) -> Handlers:
         own: Handlers = {
@@ -143,25 +152,24 @@ class Routes:
     def _compute_interval(self) -> float:
         return self._callbacks.heartbeat_interval(self._connections.slot_count)
 
-    def _next_world(self, message: messages.RequestNextWorld | messages.WorkerDone) -> object:
+    def _next_world(self, message: NextWorldRequest) -> object:
         """Answers with the next world or the end; posts the message unless the answer is there already."""
-
-        def find_answer(is_last: bool) -> messages.NextWorld | None:
-            stop = self._state.get_stop_reason(message.worker)
-            if stop is not None:
-                return messages.NextWorld(stop=stop)
-            found = self._state.find_next_world(message.worker, message.fence)
-            return messages.NextWorld() if found is None and is_last else found
-
         self._connections.mark_connected(_sender(message))
         self._state.set_address(message.worker, message.address)
-        reply = find_answer(False)
+        reply = self._find_next_world(message, False)
         if reply is not None:
             return reply
         if isinstance(message, messages.RequestNextWorld):
             message = self._name_suspects(message)
-        self._receive(message, is_answered=False)
-        return self._poll(_sender(message), (Subject.WORLD, message.worker), find_answer)
+        self._receive(message)
+        return self._wait(self._for_world, message.worker, message)
+
+    def _find_next_world(self, message: NextWorldRequest, is_last: bool) -> messages.NextWorld | None:
+        stop = self._state.get_stop_reason(message.worker)
+        if stop is not None:
+            return messages.NextWorld(stop=stop)
+        found = self._state.find_next_world(message.worker, message.fence)
+        return messages.NextWorld() if found is None and is_last else found
 
     def _name_suspects(self, message: messages.RequestNextWorld) -> messages.RequestNextWorld:
         world = self._state.find_world(message.fence) if message.suspected_ranks and message.fence else None
@@ -170,22 +178,22 @@ class Routes:
         suspects = tuple(members[rank].worker for rank in ranks)
         return dataclasses.replace(message, suspects=(*message.suspects, *suspects)) if suspects else message
 
-    def _receive(self, message: messages.DriverMessage, is_answered: bool = True) -> None:
-        """is_answered: once the driver has it. Those that wait wake the driver's thread once for all that are there."""
+    def _receive(self, message: messages.DriverMessage) -> None:
         self._connections.mark_connected(_sender(message))
-        self._events.append(events.Received(self._clock.now(), message))
-        if is_answered:
-            self._post_all()
-        else:
-            asyncio.get_running_loop().call_soon(self._post_all)
+        self._post(events.Received(self._clock.now(), message))
 
     def _post(self, event: DriverEvent) -> None:
-        self._events.append(event)
-        self._post_all()
+        """The driver has the event. Its thread is woken after the requests that are here: it would take the interpreter
+        from this one, which has answers to send."""
+        self._callbacks.post(event)
+        loop = asyncio.get_running_loop()
+        if loop is not self._waking_in:  # a loop that died will not
+            self._waking_in = loop
+            loop.call_soon(self._wake)
 
-    def _post_all(self) -> None:
-        while self._events:
-            self._callbacks.post(self._events.popleft())
+    def _wake(self) -> None:
+        self._waking_in = None
+        self._callbacks.wake()
 
     # ---- messages that the server answers by itself
 
@@ -194,44 +202,39 @@ class Routes:
         return ACKNOWLEDGED
 
     def _watch_slot(self, message: wire.WatchSlot) -> object:
-        self._connections.mark_connected(_sender(message))
+        return self._find_or_wait(self._for_commands, message.slot, message)
 
-        def find_commands(is_last: bool) -> wire.SlotCommands | None:
-            now = self._state.get_commands(message.slot, message.seen)
-            return now if is_last or now.workers_to_stop or now.release is not None else None
-
-        return self._poll(_sender(message), (Subject.COMMANDS, message.slot), find_commands)
+    def _find_commands(self, message: wire.WatchSlot, is_last: bool) -> wire.SlotCommands | None:
+        now = self._state.get_commands(message.slot, message.seen)
+        return now if is_last or now.workers_to_stop or now.release is not None else None
 
     def _watch_worker(self, message: wire.WatchWorker) -> object:
-        self._connections.mark_connected(_sender(message))
+        return self._find_or_wait(self._for_update, message.worker, message)
 
-        def find_update(is_last: bool) -> wire.WorkerUpdate | None:
-            now = self._state.get_update(message.worker)
-            known = message.version, message.ended_fence, None
-            return now if is_last or (now.version, now.ended_fence, now.stop) != known else None
-
-        return self._poll(_sender(message), (Subject.UPDATE, message.worker), find_update)
+    def _find_update(self, message: wire.WatchWorker, is_last: bool) -> wire.WorkerUpdate | None:
+        now = self._state.get_update(message.worker)
+        known = message.version, message.ended_fence, None
+        return now if is_last or (now.version, now.ended_fence, now.stop) != known else None
 
     def _report(self, message: wire.Report) -> messages.Acknowledged:
         self._callbacks.on_report(dataclasses.replace(message, numbers=codec.decode_numbers(message.numbers)))
         return ACKNOWLEDGED
 
     def _find_addresses(self, message: wire.FindAddresses) -> object:
-        self._connections.mark_connected(_sender(message))
         self._refuse_stale(message.fence)
         world = self._state.find_world(message.fence)
         if world is None or world.member(message.worker) is None:
             raise StaleGeneration(f"{message.worker} is no member of that world")
         if not all(0 <= rank < world.size for rank in message.ranks):
             raise InvalidInput(f"ranks must be in [0, {world.size})")
+        return self._find_or_wait(
+            self._for_addresses, name_generation_scope(message.fence.generation), message
+        )
 
-        def find_all(is_last: bool) -> wire.Addresses | None:
-            self._refuse_stale(message.fence)
-            now = self._state.find_addresses(message.ranks)
-            return wire.Addresses(now) if is_last or all(now) else None
-
-        topic = Subject.VALUES, name_generation_scope(message.fence.generation)
-        return self._poll(_sender(message), topic, find_all)
+    def _find_known_addresses(self, message: wire.FindAddresses, is_last: bool) -> wire.Addresses | None:
+        self._refuse_stale(message.fence)
+        now = self._state.find_addresses(message.ranks)
+        return wire.Addresses(now) if is_last or all(now) else None
 
     def _refuse_stale(self, fence: Fence) -> None:
         reason = self._state.get_end_reason(fence)
@@ -247,12 +250,14 @@ class Routes:
         return wire.Values()
 
     def _get(self, message: wire.GetValues) -> object:
+        reply: object = self._find_values(message, False)
+        if reply is None:
+            reply = LongPoll(self._for_values, message.scope, message, self._state.waiters)
+        return reply
 
-        def find_values(is_last: bool) -> wire.Values | None:
-            now = self._state.values.get(message.scope, message.keys)
-            return wire.Values(now) if is_last or not message.wait or None not in now else None
-
-        return self._poll(None, (Subject.VALUES, message.scope), find_values)
+    def _find_values(self, message: wire.GetValues, is_last: bool) -> wire.Values | None:
+        now = self._state.values.get(message.scope, message.keys)
+        return wire.Values(now) if is_last or not message.wait or None not in now else None
 
     def _list_keys(self, message: wire.ListKeys) -> wire.Keys:
         return wire.Keys(self._state.values.list_keys(message.scope, message.prefix))
@@ -264,19 +269,21 @@ class Routes:
 
     # ---- waiting
 
-    def _poll(self, peer: Peer | None, topic: Topic, find_reply: Callable[[bool], object]) -> object:
-        """What `find_reply` gives, or the poll that waits for it. peer: lost if the connection breaks meanwhile."""
-        reply = find_reply(False)
-        if reply is not None:
-            return reply
-        poll = LongPoll(self._state.waiters, topic, find_reply)
-        if peer is not None:
-            self._connections.open_poll(peer)
-            poll.on_ended = partial(self._connections.close_poll, peer)
-        return poll
+    def _find_or_wait(self, wait: Wait, name: str, message: PeerRequest) -> object:
+        """The reply, or the poll that waits for it; its sender is lost if the connection breaks meanwhile."""
+        self._connections.mark_connected(_sender(message))
+        reply = wait.find_reply(message, False)
+        return self._wait(wait, name, message) if reply is None else reply
+
+    def _wait(self, wait: Wait, name: str, message: PeerRequest) -> LongPoll:
+        self._connections.open_poll(_sender(message))
+        return LongPoll(wait, name, message, self._state.waiters)
+
+    def _end_poll(self, message: PeerRequest, reset: bool | None) -> None:
+        self._connections.close_poll(_sender(message), reset)
 
 
-def _sender(message: messages.SlotRequest[Any] | messages.WorkerRequest[Any]) -> Peer:
+def _sender(message: PeerRequest) -> Peer:
     return message.slot, message.worker if isinstance(message, messages.WorkerRequest) else None
 
 
@@ -287,6 +294,7 @@ class Dispatcher:
         self._handlers = {wire.path_of(cls): (cls, handler) for cls, handler in handlers.items()}
         self._sessions = auth.Sessions()
         self._encoded: tuple[object, bytes] = None, b""  # the newest reply and its text
+        self._respond_later = self._answer_poll  # bound once, for all that wait
 
     def __call__(self, request: HttpRequest) -> Response | AnswerBody:
         credentials = auth.parse_credentials(request.fields.get("authorization", ""))
@@ -310,14 +318,21 @@ class Dispatcher:
         reply = self._respond(path, credentials, lambda: self._handle(path, body))
         assert reply is not None
         if isinstance(reply, LongPoll):
-            reply.respond = partial(self._respond, path, credentials)
+            reply.credentials, reply.respond = credentials, self._respond_later
         return reply
+
+    def _answer_poll(self, poll: LongPoll, is_last: bool) -> Response | None:
+        assert isinstance(poll.credentials, auth.Credentials)
+        find_reply = partial(poll.wait.find_reply, poll.message, is_last)
+        response = self._respond(wire.path_of(type(poll.message)), poll.credentials, find_reply)
+        return response if isinstance(response, Response) else None
 
     def _handle(self, path: str, body: bytes) -> object:
         envelope = codec.loads(body)
         self._check_envelope(envelope)
-        broken: Any = codec.read_as(tuple[str, ...], envelope.get("broken", []), "broken")
-        self._sessions.end(broken)
+        if "broken" in envelope:
+            broken: Any = codec.read_as(tuple[str, ...], envelope["broken"], "broken")
+            self._sessions.end(broken)
         if path not in self._handlers:
             raise codec.MalformedMessage("the driver knows no such request")
         cls, handler = self._handlers[path]

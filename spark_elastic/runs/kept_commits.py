@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from spark_elastic.data.available_memory import measure_available_memory
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import KEPT, START, Checkpoint, Fence, Position
 from spark_elastic.rendezvous import codec
@@ -271,9 +272,7 @@ class _Header:
 
 
 def _has_room(nbytes: int) -> bool:
-    from spark_elastic.data.reading import row_group_cache  # loads slowly, with Arrow
-
-    room = row_group_cache.measure_available_memory()
+    room = measure_available_memory()
     return room is None or nbytes <= SHARE * room[0]
 
 

@@ -60,7 +60,7 @@ DIST_ENV = "dist_env"  # in `process_values`: that of the others' world, while i
 
 class FunctionProgram:
     """`fn(*args, **kwargs)` on every worker. environment: set before the slow imports. dumps: pickles the call.
-    checkpoint_target: store and policy of the checkpoints; None: there are none. imports: early ones."""
+    checkpoint_target: store and policy of the checkpoints; None: there are none. imports: the function's early ones."""
 
     may_have_loop = True
 
@@ -80,7 +80,7 @@ class FunctionProgram:
         self.needs_new_process = False
         self.pickled_call = dumps((fn, tuple(args), dict(kwargs or {})))
         self.environment = dict(environment or {})
-        self.imports = imports
+        self.imports = (*imports, f"{__name__}?")  # each forked process would import this module anew
 
     def prepare(self) -> None:
         cloudpickle.loads(self.pickled_call)

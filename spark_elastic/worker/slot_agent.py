@@ -56,7 +56,8 @@ CHARACTERS_AT_ONCE = LINE_AT_MOST  # a message can hold twice as many, whatever 
 CHECK_EVERY = 0.1  # seconds between two looks at the worker
 REPORT_WAITS = 0.05, 2.0  # seconds for which the worker has waited for others, from which on and until when
 STOP_GRACE = 3.0  # seconds that a worker told to stop gets before its slot kills it
-JOIN_GRACE = 1.0  # seconds for a former spare to join before the next spare is started
+# Seconds for a former spare to join before the next spare is started; one that is forked costs it little.
+JOIN_GRACE, FORK_GRACE = 1.0, 0.25
 LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
 THREAD_END_WAIT = 5.0  # seconds for threads whose requests were cancelled
 
@@ -157,7 +158,8 @@ class SlotAgent:
         self._ask(messages.WorkerStarted(self.identity.slot, child.worker, self._find_kept()))
         child.activate(activation)
         if child.warm:
-            self._call_later(JOIN_GRACE, lambda: self._handle_warm(child))
+            grace = JOIN_GRACE if fork_server_cache.pid is None else FORK_GRACE
+            self._call_later(grace, lambda: self._handle_warm(child))
 
     def _handle_exit(self, child: Child, code: int) -> None:
         try:

@@ -1,9 +1,11 @@
 // Connections with TLS: what is refused, and that groups behave as without TLS.
 #include "transport/tls.h"
 
+#include <algorithm>
 #include <atomic>
 #include <numeric>
 #include <thread>
+#include <vector>
 
 #include "check.h"
 #include "dial.h"
@@ -16,25 +18,54 @@ namespace {
 
 // Two TLS states; the test passes the bytes between them and may change them.
 struct Both {
-  explicit Both(const std::string& key, const std::string& other, uint64_t rekeyAfter = Tls::kRekeyAfter)
-      : dialer(std::make_shared<const TlsKey>(key), true, rekeyAfter),
-        acceptor(std::make_shared<const TlsKey>(other), false, rekeyAfter) {}
+  explicit Both(const std::string& key, const std::string& other, uint64_t rekeyAfter = RecordCipher::kRekeyAfter,
+                bool dialerHasOcb = true, bool acceptorHasOcb = true)
+      : dialer(std::make_shared<const TlsKey>(key, dialerHasOcb), true, rekeyAfter),
+        acceptor(std::make_shared<const TlsKey>(other, acceptorHasOcb), false, rekeyAfter) {}
 
-  // Passes the bytes of one side to the other, which reads as much as it can.
-  std::string carry(Tls& from, Tls& to) {
-    char bytes[1 << 15];
-    while (const size_t some = from.takeEncrypted(bytes, sizeof bytes)) {
-      wire.append(bytes, some);
-      if (!to.feed(bytes, some)) break;
-    }
+  // Passes the bytes of one side to the other, which reads as much as it can, up to `most` bytes at a time.
+  std::string carry(Tls& from, Tls& to, size_t most = 1 << 15) {
     std::string plain;
-    ssize_t got;
-    while ((got = to.read(bytes, sizeof bytes)) > 0) plain.append(bytes, static_cast<size_t>(got));
-    broken |= got < 0;
+    std::vector<char> bytes(most);
+    for (ByteQueue& out = from.output(); out.size() > 0;) {
+      const auto room = to.inputRoom();
+      const size_t some = std::min(room.second, out.size());
+      std::copy_n(out.front(), some, room.first);
+      wire.append(out.front(), some);
+      out.begin += some;
+      broken |= !to.feed(some);
+      ssize_t got;
+      while ((got = to.read(bytes.data(), bytes.size())) > 0) plain.append(bytes.data(), static_cast<size_t>(got));
+      broken |= got < 0;
+    }
     return plain;
   }
 
-  std::string heard, wire;
+  // The peer's answer to bytes that only begin a handshake.
+  void shake() {
+    for (int turn = 0; turn < 2; turn++) {
+      carry(dialer, acceptor);
+      carry(acceptor, dialer);
+    }
+  }
+
+  // Whether the acceptor reads what the dialer writes, all of it.
+  bool say(const std::string& text, size_t most = 1 << 15) { return send(dialer, acceptor, text, most) == text; }
+  bool answer(const std::string& text) { return send(acceptor, dialer, text, 1 << 15) == text; }
+
+  std::string send(Tls& from, Tls& to, const std::string& text, size_t most) {
+    std::string plain;
+    for (size_t done = 0; done < text.size() && !broken;) {
+      const iovec part{const_cast<char*>(text.data()) + done, text.size() - done};
+      const ssize_t taken = from.write(&part, 1);
+      if (taken < 0) return "broken";
+      done += static_cast<size_t>(taken);
+      plain += carry(from, to, most);
+    }
+    return plain;
+  }
+
+  std::string wire;
   bool broken = false;
   Tls dialer, acceptor;
 };
@@ -76,52 +107,83 @@ std::pair<std::string, std::string> meet(std::shared_ptr<Endpoint> first, std::s
 TEST(tls, only_holders_of_the_key_can_decrypt) {
   Both both("key", "key");
   const std::string early = "said before the handshake is over";
-  CHECK(both.dialer.write(early.data(), early.size()));
+  const iovec part{const_cast<char*>(early.data()), early.size()};
+  CHECK(both.dialer.write(&part, 1) == static_cast<ssize_t>(early.size()));
   CHECK(both.carry(both.dialer, both.acceptor).empty());
   CHECK(both.carry(both.acceptor, both.dialer).empty());
   CHECK(both.carry(both.dialer, both.acceptor) == early);
-  const std::string answer(100000, 'a');
-  CHECK(both.acceptor.write(answer.data(), answer.size()));
-  CHECK(both.carry(both.acceptor, both.dialer) == answer);
+  CHECK(both.answer(std::string(300000, 'a')));
   CHECK(!both.broken);
   CHECK(both.wire.find("handshake is over") == std::string::npos && both.wire.find("aaaaaaaa") == std::string::npos);
 }
 
 TEST(tls, another_key_breaks_the_handshake) {
   Both both("key", "another key");
-  CHECK(both.dialer.write("x", 1));
-  both.carry(both.dialer, both.acceptor);
+  both.dialer.read(nullptr, 0);
+  both.shake();
   CHECK(both.broken);
 }
 
+TEST(tls, records_are_read_in_pieces_of_any_size) {
+  std::string text(400000, ' ');
+  for (size_t i = 0; i < text.size(); i++) text[i] = static_cast<char>(i * 31 >> 3);
+  for (const int ocb : {0, 1, 2, 3}) {  // of either side
+    Both both("key", "key", RecordCipher::kRekeyAfter, ocb & 1, ocb & 2);
+    both.dialer.read(nullptr, 0);
+    both.shake();
+    for (const size_t most : {size_t{7}, size_t{4096}, RecordCipher::kMaxText, size_t{1} << 20})
+      CHECK(both.say(text, most) && both.answer("yes"));
+  }
+}
+
+// Any byte of a record: its length, its text, its tag.
 TEST(tls, a_changed_byte_breaks_the_connection) {
-  Both both("key", "key");
-  CHECK(both.dialer.write("x", 1));
-  both.carry(both.dialer, both.acceptor);
-  both.carry(both.acceptor, both.dialer);
-  CHECK(both.carry(both.dialer, both.acceptor) == "x");
-  CHECK(both.dialer.write("gradient", 8));
-  char bytes[256];
-  const size_t some = both.dialer.takeEncrypted(bytes, sizeof bytes);
-  bytes[some - 3] ^= 1;
-  CHECK(both.acceptor.feed(bytes, some));
-  CHECK(both.acceptor.read(bytes, sizeof bytes) == -1);
-  CHECK(both.acceptor.read(bytes, sizeof bytes) == -1);
+  for (const int changed : {0, 2, 5, -3}) {
+    Both both("key", "key");
+    both.dialer.read(nullptr, 0);
+    both.shake();
+    CHECK(both.say("x"));
+    char text[] = "gradient";
+    const iovec part{text, 8};
+    CHECK(both.dialer.write(&part, 1) == 8);
+    ByteQueue& out = both.dialer.output();
+    out.data[changed < 0 ? out.end - 3 : out.begin + static_cast<size_t>(changed)] ^= 1;
+    const std::string padding(RecordCipher::kMaxText, 'p');
+    const iovec more{const_cast<char*>(padding.data()), padding.size()};
+    CHECK(both.dialer.write(&more, 1) > 0);
+    CHECK(both.carry(both.dialer, both.acceptor).empty() && both.broken);
+    CHECK(both.acceptor.read(text, 8) == -1);
+  }
+}
+
+TEST(tls, a_record_is_accepted_once_and_in_its_place) {
+  for (const bool repeats : {true, false}) {
+    Both both("key", "key");
+    both.dialer.read(nullptr, 0);
+    both.shake();
+    std::string records[2];
+    for (std::string& record : records) {
+      char text[] = "gradient";
+      const iovec part{text, 8};
+      CHECK(both.dialer.write(&part, 1) == 8);
+      ByteQueue& out = both.dialer.output();
+      record.assign(out.front(), out.size());
+      out.begin = out.end;
+    }
+    for (const std::string& record : {records[repeats ? 0 : 1], records[0]}) {
+      std::copy(record.begin(), record.end(), both.acceptor.inputRoom().first);
+      char text[8];
+      both.broken |= !both.acceptor.feed(record.size()) || both.acceptor.read(text, 8) < 0;
+    }
+    CHECK(both.broken);
+  }
 }
 
 TEST(tls, keys_are_updated_during_a_connection) {
   Both both("key", "key", 100000);
-  CHECK(both.dialer.write("x", 1));
-  both.carry(both.dialer, both.acceptor);
-  both.carry(both.acceptor, both.dialer);
-  both.carry(both.dialer, both.acceptor);
-  const std::string much(250000, 'm');
-  for (int turn = 0; turn < 5; turn++) {
-    CHECK(both.dialer.write(much.data(), much.size()));
-    CHECK(both.carry(both.dialer, both.acceptor) == much);
-    CHECK(both.acceptor.write(much.data(), much.size()));
-    CHECK(both.carry(both.acceptor, both.dialer) == much);
-  }
+  both.dialer.read(nullptr, 0);
+  both.shake();
+  for (int turn = 0; turn < 5; turn++) CHECK(both.say(std::string(250000, 'm')) && both.answer(std::string(9000, 'n')));
   CHECK(!both.broken);
 }
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from pyspark.resource import ResourceProfile, ResourceProfileBuilder, TaskResourceRequests
 
-from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
+from spark_elastic.data.available_memory import read_cgroup_limit
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous.addresses import is_loopback
 

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import logging
 import os
-import resource
 import shutil
 import tempfile
 import threading
@@ -25,74 +24,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.ipc
 
+from spark_elastic.data.available_memory import measure_available_memory
 from spark_elastic.data.reading.decoding import ColumnArrays, drop_views, join_batches, nbytes, open_parquet
 from spark_elastic.data.store import find_scratch_folders, make_scratch_folder
 from spark_elastic.errors import StoreError
-
-NEVER_LIMITED = 1 << 60  # cgroup v1 says "no limit" by a number near 2**63
-_V1 = "memory/memory"
-_CGROUP_FILES = (  # files with the limit, the use, and the table and key of the page cache in it
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (f"{_V1}.limit_in_bytes", f"{_V1}.usage_in_bytes", f"{_V1}.stat", "total_inactive_file"),
-)
-
-
-def measure_available_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """(free bytes, limit in bytes) of the tightest limit; None if none is known. root: of /proc and /sys."""
-    found = (_measure_machine(root), _measure_cgroup(root / "sys/fs/cgroup"), _measure_address_space(root))
-    return min((room for room in found if room is not None), default=None)
-
-
-def read_cgroup_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The memory limit of this process's container in bytes; None if it has none."""
-    for name, *_ in _CGROUP_FILES:
-        try:
-            text = (root / name).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < NEVER_LIMITED else None
-    return None
-
-
-def _measure_machine(root: Path) -> tuple[int, int] | None:
-    numbers = _read_table(root / "proc/meminfo")
-    if "MemAvailable:" not in numbers or "MemTotal:" not in numbers:
-        return None
-    return numbers["MemAvailable:"] << 10, numbers["MemTotal:"] << 10
-
-
-def _measure_cgroup(root: Path) -> tuple[int, int] | None:
-    limit = read_cgroup_limit(root)
-    if limit is None:
-        return None
-    for _, use, table, cached in _CGROUP_FILES:
-        try:
-            used = int((root / use).read_text())
-        except (OSError, ValueError):
-            continue
-        return max(0, limit - used + _read_table(root / table).get(cached, 0)), limit
-    return None
-
-
-def _measure_address_space(root: Path) -> tuple[int, int] | None:
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most == resource.RLIM_INFINITY:
-        return None
-    try:
-        pages = int((root / "proc/self/statm").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
-    return max(0, most - pages * os.sysconf("SC_PAGE_SIZE")), most
-
-
-def _read_table(file: Path) -> dict[str, int]:
-    """A name and a number on each line."""
-    try:
-        lines = [line.split() for line in file.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
-
 
 DEFAULT_CACHE_BYTES = 128 << 20  # with it a worker stays below 1 GB: benchmarks/memory.py
 FREE_SHARE = 4  # 1/4 of the memory stays free: for activations, checkpoints and other processes

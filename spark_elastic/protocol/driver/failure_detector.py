@@ -255,7 +255,7 @@ def notice_pause(tx: Transition) -> None:
     unchecked = tx.now - connections.last_lease_check
     if unchecked > lease / 2:
         connections.driver_partitioned_at = tx.now
-    if unchecked > max(LATE, 2 * _get_check_interval(tx)):
+    if unchecked > LATE and unchecked > 2 * _get_check_interval(tx):
         connections.driver_late_at = tx.now
 
 

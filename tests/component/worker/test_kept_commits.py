@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.reading import row_group_cache
 from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId, SlotIdentity, SlotSpec
 from spark_elastic.runs import kept_commits
@@ -172,7 +171,7 @@ def test_r23_what_is_torn_is_unread(key: bytes, keeper: CommitKeeper, offset: in
 def test_r23_a_commit_that_does_not_fit_is_not_kept_and_one_sentence_says_so(
     key: bytes, keeper: CommitKeeper, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(row_group_cache, "measure_available_memory", lambda: (4 << 20, 8 << 20))
+    monkeypatch.setattr(kept_commits, "measure_available_memory", lambda: (4 << 20, 8 << 20))
     buffer, weights = SnapshotBuffer(keeper), np.ones(1 << 18)
     for generation in (1, 2):
         keeper.begin_world(Fence(1, generation), keeps=True)

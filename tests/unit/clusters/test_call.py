@@ -32,6 +32,8 @@ from spark_elastic.monitoring.report import JobReport
 from spark_elastic.worker.imports import find_packages, list_early_imports
 from spark_elastic.worker.program import encode_result
 
+OWN_IMPORT = "spark_elastic.worker.function_program?"
+
 
 def test_r15_a_call_needs_the_result_of_every_worker() -> None:
     call = prepare(print, (), {"num_workers": 3, "regroup_timeout": 45.0})
@@ -337,11 +339,11 @@ def test_a_function_surely_imports() -> None:
     call = prepare(train, (), {"preload": ["mine"], "env": {"A": "b"}})
     assert set(call.program.imports) == {
         "KERAS_BACKEND=torch", "keras", "keras:Model", "tensorflow:data", "pyarrow", "pandas", "pandas:DataFrame",
-        "sklearn.linear_model._base", "spark_elastic.torch",
+        "sklearn.linear_model._base", "spark_elastic.torch", OWN_IMPORT,
     }  # fmt: skip
     assert list_early_imports(call.program, call.preload)[:2] == ("A=b", "mine")
     assert {"torch", "tensorflow", "mine"} <= set(
         find_packages(list_early_imports(call.program, call.preload))
     )
-    assert prepare(train, (), {"preload": []}).program.imports == ()
-    assert prepare(print, (), {}).program.imports == ()
+    assert prepare(train, (), {"preload": []}).program.imports == (OWN_IMPORT,)
+    assert prepare(print, (), {}).program.imports == (OWN_IMPORT,)

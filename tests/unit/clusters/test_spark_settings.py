@@ -21,7 +21,7 @@ from spark_elastic.clusters.spark.settings import (
     read_executor_memory,
     warn_about_settings,
 )
-from spark_elastic.data.reading.row_group_cache import read_cgroup_limit
+from spark_elastic.data.available_memory import read_cgroup_limit
 
 ENCRYPTED, YARN = {"spark.network.crypto.enabled": "true"}, {"spark.master": "yarn"}
 STANDALONE = {"spark.master": "spark://host:7077", "spark.driver.host": "10.0.0.7"}

@@ -18,13 +18,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from spark_elastic.data.available_memory import measure_available_memory
 from spark_elastic.data.reading import group_reader
 from spark_elastic.data.reading.decoding import ColumnArrays
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.reading.row_group_cache import (
     DEFAULT_CACHE_BYTES,
     RowGroupCache,
-    measure_available_memory,
 )
 from spark_elastic.data.store import Store, find_scratch_folders, make_scratch_folder
 from spark_elastic.errors import StoreError
