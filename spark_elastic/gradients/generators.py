@@ -86,28 +86,19 @@ class _BorrowedGenerators:
         self._key = key
 
     def __enter__(self) -> Callable[..., None]:
-        give_back_generators()
-        self._save_torch()
-        self._save_others()
+        self._save()
         if self._key:
             self._seed(*self._key)
         return self._seed
 
     def __exit__(self, *error: object) -> None:
-        self._restore_others()
-        self._restore_torch()
+        self._restore()
 
-    def _save_torch(self) -> None:
-        self._torch, self._module = get_torch_rng_state(), _find_device_module()
+    def _save(self) -> None:
+        give_back_generators()
+        self._torch, self._python = get_torch_rng_state(), random.getstate()
+        self._module = _find_device_module()
         self._device = None if self._module is None else self._module.get_rng_state()
-
-    def _restore_torch(self) -> None:
-        torch.set_rng_state(self._torch)
-        if self._module is not None:
-            self._module.set_rng_state(self._device)
-
-    def _save_others(self) -> None:
-        self._python = random.getstate()
         # Since numpy 1.24 the generator is exchanged for another one: getting and setting its state takes ten times as
         # long. A block inside of another one finds it in use.
         numpy = mtrand.get_bit_generator() if hasattr(mtrand, "set_bit_generator") else None
@@ -116,9 +107,12 @@ class _BorrowedGenerators:
         if self._exchanges:
             mtrand.set_bit_generator(_get_spare_generator())
 
-    def _restore_others(self) -> None:
+    def _restore(self) -> None:
         (mtrand.set_bit_generator if self._exchanges else np.random.set_state)(self._numpy)
+        torch.set_rng_state(self._torch)
         random.setstate(self._python)
+        if self._module is not None:
+            self._module.set_rng_state(self._device)
 
     def _seed(self, *key: int) -> None:
         numbers = b"%d," * len(key) % key  # formatting a member of an enum takes ten times as long
@@ -134,10 +128,10 @@ class _BorrowedGenerators:
 
 
 class StepGenerators(_BorrowedGenerators):
-    """As `seeded_rng` for one step after another, of a training in which nothing else draws from Python's and numpy's
-    generators between two steps: they stay as the steps leave them until `give_back_generators`, since saving and
-    restoring them takes as long as a small layer. So does seeding Python's, which is left out while nothing draws from
-    it: what draws in each step has each step's own numbers; what draws now and then, those of a step before it."""
+    """As `seeded_rng` for one step after another, of a training in which nothing else draws between two steps: the
+    generators stay as the steps leave them until `give_back_generators`, since saving and restoring them takes as long
+    as a small layer. So does seeding Python's, which is left out while nothing draws from it: what draws in each step
+    has each step's own numbers; what draws now and then, those of a step before it."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -150,12 +144,10 @@ class StepGenerators(_BorrowedGenerators):
         return self
 
     def __enter__(self) -> Callable[..., None]:
-        self._save_torch()
-        if _lent == [self]:
+        if _lent == [self] and self._module is _find_device_module():
             _lent.clear()  # until the block ends, nothing gives them back
         else:
-            give_back_generators()
-            self._save_others()
+            self._save()
             self._is_mirrored = False
         self._seed(*self._key)
         return self._seed
@@ -164,8 +156,7 @@ class StepGenerators(_BorrowedGenerators):
         if self.keeps:
             _lent.append(self)
         else:
-            self._restore_others()
-        self._restore_torch()
+            self._restore()
 
     def _seed_python(self, seed: int) -> None:
         if not self._is_mirrored or random.getrandbits(64) != self._mirror.getrandbits(64):
@@ -175,13 +166,13 @@ class StepGenerators(_BorrowedGenerators):
                 self._is_mirrored = True
 
 
-_lent: list[StepGenerators] = []  # who has Python's and numpy's generators of this process between two steps
+_lent: list[StepGenerators] = []  # who has the generators of this process between two steps
 
 
 def give_back_generators() -> None:
-    """Have Python's and numpy's generators be as they were before the steps of a training."""
+    """Have the generators be as they were before the steps of a training."""
     while _lent:
-        _lent.pop()._restore_others()
+        _lent.pop()._restore()
 
 
 @cache

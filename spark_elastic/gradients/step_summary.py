@@ -93,10 +93,8 @@ def exchange_summaries(
     message = np.frombuffer(header + packed, np.uint8)
     gathered = group.allgather(message) if gather is None else gather(message)
     whole, ranks = gathered.tobytes(), len(gathered)
-    fields = _build_format(ranks, len(packed)).unpack(whole)
-    sames, versions, rows, losses, denominators, seconds, stops, weights, flags_of = (
-        fields[first::9] for first in range(9)
-    )
+    fields = zip(*_build_format(len(packed)).iter_unpack(whole), strict=True)
+    sames, versions, rows, losses, denominators, seconds, stops, weights, flags_of = fields
     if sames.count(header[:_BEGIN]) != ranks:
         _refuse_disagreement(group, [_FORMAT.unpack_from(row.tobytes()) for row in gathered])
     present = mine.present
@@ -112,9 +110,9 @@ def exchange_summaries(
 
 
 @lru_cache(maxsize=4)
-def _build_format(ranks: int, flags: int) -> struct.Struct:
-    """Of the summaries of all ranks, each with what they have in common in one piece, and so many bytes of flags."""
-    return struct.Struct("<" + f"{_BEGIN}sqqddd??{flags}s" * ranks)
+def _build_format(flags: int) -> struct.Struct:
+    """Of a summary, with what ranks have in common in one piece, and so many bytes of flags."""
+    return struct.Struct(f"<{_BEGIN}sqqddd??{flags}s")
 
 
 @lru_cache(maxsize=4)  # most steps have the flags of the step before
