@@ -6,7 +6,8 @@ about what workers hold; ledgers and weights judge those.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,7 +77,10 @@ class Specification:
         self._limits, self._attempt = limits, attempt
         self._begin: float | None = None
         self._slots: dict[SlotId, _Slot] = {}
+        self._slots_of_launch: defaultdict[int, list[_Slot]] = defaultdict(list)
+        self._slots_on_host: defaultdict[str, list[_Slot]] = defaultdict(list)
         self._workers: dict[WorkerId, _Worker] = {}
+        self._workers_of_slot: defaultdict[SlotId, list[_Worker]] = defaultdict(list)
         self._written = {each.name for each in checkpoints}
         self._world: World | None = None
         self._aborted = False
@@ -107,13 +111,13 @@ class Specification:
                 self._note_message(message, event.now)
             case on.LaunchEnded(launch=launch):
                 self._failures += not event.executor_lost
-                for slot in self._list_slots(lambda each: each.launch == launch):
+                for slot in self._slots_of_launch[launch]:
                     slot.executor_lost |= event.executor_lost
                     slot.gone = slot.gone or ("" if event.executor_lost else "its launch has ended")
                     slot.reasons.append("its launch has ended")
             case on.HostLost(host=host):
                 self.reached.add("a host was lost")
-                for slot in self._list_slots(lambda each: each.host == host):
+                for slot in self._slots_on_host[host]:
                     slot.executor_lost = True
                     slot.reasons.append("its host is lost")
             case on.HostsDiscovered(hosts=hosts):
@@ -139,9 +143,11 @@ class Specification:
 
     def _note_message(self, message: said.DriverMessage, now: float) -> None:
         if isinstance(message, said.RegisterSlot) and message.slot not in self._slots:
-            for other in self._list_slots(lambda each: each.launch == message.launch):
+            for other in self._slots_of_launch[message.launch]:
                 other.reasons.append("another attempt of its task runs")
-            self._slots[message.slot] = _Slot(message.host, message.node, message.launch, now, now)
+            slot = self._slots[message.slot] = _Slot(message.host, message.node, message.launch, now, now)
+            self._slots_of_launch[message.launch].append(slot)
+            self._slots_on_host[message.host].append(slot)
             return
         slot = self._slots.get(message.slot)
         if slot is not None:
@@ -152,10 +158,10 @@ class Specification:
             return  # it is repeated
         name = message.worker
         if name is not None and name not in self._workers:  # its start may be told later
-            for other in self._workers.values():
-                if other.slot == message.slot:
-                    other.reasons.append("its slot has another worker")
+            for other in self._workers_of_slot[message.slot]:
+                other.reasons.append("its slot has another worker")
             self._workers[name] = _Worker(message.slot)
+            self._workers_of_slot[message.slot].append(self._workers[name])
         match message:
             case said.WorkerExited():
                 worker = self._workers[name]
@@ -188,11 +194,8 @@ class Specification:
     def _blame_host(self, name: SlotId) -> None:
         """R13, R14: a host on which workers fail is blacklisted, with all of its slots."""
         if name in self._slots:
-            for slot in self._list_slots(lambda each: each.host == self._slots[name].host):
+            for slot in self._slots_on_host[self._slots[name].host]:
                 slot.reasons.append("a worker failed on its host")
-
-    def _list_slots(self, condition: object) -> Iterator[_Slot]:
-        return (slot for slot in self._slots.values() if condition(slot))  # type: ignore[operator]
 
     # ---- what was decided
 
@@ -251,9 +254,9 @@ class Specification:
         survivors = [each.worker for each in world.members if each.worker in ranks]
         in_order = survivors == sorted(survivors, key=ranks.__getitem__)
         _require(in_order, "R4 (survivors): their order has changed")
-        for place, member in enumerate(world.members):
-            before_survivor = any(each.worker in ranks for each in world.members[place:])
-            if member.worker not in ranks and before_survivor:
+        last = max((each.rank for each in world.members if each.worker in ranks), default=-1)
+        for member in world.members[: last + 1]:
+            if member.worker not in ranks:
                 told = f"R4 (survivors): {member.worker} is not behind its machine's"
                 _require(member.local_rank > 0, told)
         staying = [name for name in survivors if not self._workers[name].has_left]
@@ -276,8 +279,7 @@ class Specification:
         return bool(drained or worker.reasons or slot.reasons or self._anyone or silent or stays_away)
 
     def _has_room(self, slot: _Slot) -> bool:
-        on_host = sum(each.host == slot.host for each in self._slots.values())
-        room = self._room
+        on_host, room = len(self._slots_on_host[slot.host]), self._room
         return room is None or on_host <= max(room.get(name, 0) for name in (slot.host, slot.node))
 
     def _judge_source(self, world: World, old: World | None, now: float) -> None:

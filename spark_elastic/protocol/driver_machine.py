@@ -39,6 +39,7 @@ def step(state: DriverState, event: on.DriverEvent) -> tuple[DriverState, tuple[
         return state, tuple(tx.commands)
     failure_detector.notice_pause(tx)
     if isinstance(event, on.Received):
+        failure_detector.note_heard(tx)
         failure_detector.hear_possibly_alive(tx, event.message)
     HANDLERS[type(subject)](tx, subject)
     if tx.commands or not on.is_heartbeat(event):  # a mere heartbeat makes nothing due

@@ -30,6 +30,7 @@ class FaultInjection:
         self.injected: list[Fault] = []
         self._counts: Counter[Moment] = Counter()
         self._armed = list(sim.plan.faults)
+        self._driver_cut_until = -math.inf  # off all hosts, also those that come meanwhile
         self._failing_row: tuple[int, int] | None = None  # (epoch, step) and, by rank, the row that raises
 
     def schedule_faults(self) -> None:
@@ -45,6 +46,11 @@ class FaultInjection:
         for fault in [f for f in self._armed if f.moment is moment and f.nth <= self._counts[moment]]:
             self._armed.remove(fault)
             self.sim.schedule(fault.after, partial(self._inject, fault))
+
+    def welcome(self, host: SimHost) -> None:
+        """A host that joins while the driver is cut off is not reached either."""
+        if self.sim.now < self._driver_cut_until:
+            self._cut(host, self._driver_cut_until - self.sim.now)
 
     def find_exception(self, worker: SimWorker) -> str:
         """R13 (deterministic failures): one row of one step raises on the rank that gets it."""
@@ -68,6 +74,7 @@ class FaultInjection:
             case FaultKind.ADD_HOST:
                 self.sim.add_host()
             case FaultKind.MASS_DISCONNECT:
+                self._driver_cut_until = self.sim.now + fault.duration
                 for host in self._list_living():
                     self._cut(host, fault.duration)
             case FaultKind.SECOND_ATTEMPT:

@@ -273,13 +273,15 @@ def _draw_delay(rng: random.Random) -> float:
 
 STORM_STEP = 0.8  # seconds that a step of a storm computes, so that the storm lasts few steps
 STORM_START = 3.0  # seconds from the beginning until the first host is lost
+DRIVER_CUT = 3.0  # seconds
 
 
 def plan_storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultPlan:
     """A plan in which a large cluster loses and gains hosts by the hundred.
 
     Each slot has a worker. Then a quarter of the hosts is lost within 0.2 s, half of them silently. While others
-    replace them, more are drained or cut off. In the end all but one die and are replaced again.
+    replace them, more are drained or cut off, and come back. The driver is cut off from all for longer than half a
+    lease, while more are lost. In the end all but one die and are replaced again.
     """
     rng = random.Random(seed)
     workers = hosts * slots_per_host
@@ -295,13 +297,15 @@ def plan_storm(seed: int, hosts: int = 1000, slots_per_host: int = 10) -> FaultP
         *draw_wave(FaultKind.DRAIN_HOST, 0.05, STORM_START + 1.0),
         *draw_wave(FaultKind.CUT_OFF_HOST, 0.05, STORM_START + 1.0, duration=0.8),
     )
-    survivor, at = rng.randrange(hosts), STORM_START + 3.5
+    cut = Fault(FaultKind.MASS_DISCONNECT, after=STORM_START + 2.5, duration=DRIVER_CUT)
+    meanwhile = draw_wave(FaultKind.KILL_HOST, 0.05, STORM_START + 3.0)
+    survivor, at = rng.randrange(hosts), STORM_START + 3.5 + DRIVER_CUT
     end = Fault(FaultKind.KILL_HOST, after=at, target=survivor, share=Share.ALL_BUT_ONE)
     quick = {"gather_timeout": 2.0, "start_timeout": 40.0, "regroup_timeout": 6.0}
     limits = Limits(workers, 1, workers, **quick, failure_budget=workers)  # type: ignore[arg-type]
     return FaultPlan(
-        seed, limits, hosts, slots_per_host, steps=4, rows=2 * workers, forward=STORM_STEP, faults=(*faults, end),
-        replace_after=1.0, duplicates=0.01,
+        seed, limits, hosts, slots_per_host, steps=4, rows=2 * workers, forward=STORM_STEP,
+        faults=(*faults, cut, *meanwhile, end), replace_after=1.0, duplicates=0.01,
     )  # fmt: skip
 
 

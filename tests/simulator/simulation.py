@@ -220,6 +220,7 @@ class Simulation:
     def add_host(self) -> None:
         host = SimHost(f"h{len(self.hosts) + 1}", len(self.hosts), self.plan.slots_per_host)
         self.hosts.append(host)
+        self.faults.welcome(host)
         self.offer_host(host)
         self.schedule(0.01, self._schedule)
 

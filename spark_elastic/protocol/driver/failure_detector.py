@@ -38,6 +38,7 @@ SHORTEST_DELAY = 0.75  # seconds by which a heartbeat may be late on any host, h
 SHORTEST_BITWISE_DELAY = 0.2
 WITNESS_GAP, WITNESS_SPAN = 0.2, 0.25
 LONGEST_DELAYS = 3  # so often the longest delay of a slot may come at once
+DENSE_BEATS = 10  # heartbeats that are due in a time of which the driver asks whether it hears anybody
 FORGET = 0.99  # of the longest delay, what is left of it after another heartbeat
 
 
@@ -106,8 +107,9 @@ def remove_slot(tx: Transition, slot: SlotRecord, reason: str, executor_lost: bo
             _note_possibly_alive(tx, worker, executor_lost=True)
         evict_externally_lost(tx, worker, reason)
     elif executor_lost is not None:
-        for name, departed in state.workers.departed.items():
-            if departed.exit_unreported and departed.took_part and name.startswith(f"{slot.slot}."):
+        for name in state.workers.departed_of.get(slot.slot, ()):
+            departed = state.workers.departed[name]
+            if departed.exit_unreported and departed.took_part:
                 # The world's break reason was announced before this was known.
                 told = f"worker {name} was lost with its slot: {reason}"
                 tx.emit(do.NotifyUser(tx.cite(told, departed.event_id)))
@@ -135,6 +137,9 @@ def on_connection_lost(tx: Transition, event: on.ConnectionLost) -> None:
             state.slots.put(replace(slot, disconnected_at=tx.now))
     elif event.worker in state.workers and event.worker not in connections.disconnected:
         connections.disconnected = connections.disconnected.put(event.worker, tx.now)
+        connections.broke_at = tx.now
+        if state.workers[event.worker].status is WorkerStatus.STARTING:
+            connections.unstarted = connections.unstarted.put(event.worker, None)
         _check_connection(tx, event.worker)
     _mark_mass_disconnect(tx)
 
@@ -154,8 +159,7 @@ def on_connection_back(tx: Transition, event: on.ConnectionBack) -> None:
 def mark_reconnected(tx: Transition, worker: WorkerRecord) -> WorkerRecord:
     """Record that the worker sent a message over a working connection. Returns its renewed record."""
     _mark_mass_disconnect(tx)
-    connections = tx.state.connections
-    connections.disconnected = connections.disconnected.drop(worker.worker)
+    tx.state.connections.mark_connected(worker.worker)
     return tx.state.workers.set_last_seen(worker, tx.now)
 
 
@@ -186,6 +190,8 @@ def _check_connection(tx: Transition, name: WorkerId) -> None:
     if broke_alone and name in state.current.suspected:
         reason = "its connection broke and a peer blames it"
     elif broke_alone and slot_since is not None and tx.now - max(since, slot_since) >= window:
+        if _beats_are_dense(tx) and connections.heard_at < max(since, slot_since) + window / 2:
+            return  # others would have been heard since then, if the driver were not cut off itself
         reason = "its connection and its slot's broke"
     elif broken >= state.limits.reconnect_grace:
         reason = f"its connection has been broken for {broken:.1f} s"
@@ -202,11 +208,26 @@ def _mark_mass_disconnect(tx: Transition) -> None:
 
 
 def _is_mass_disconnect(tx: Transition) -> bool:
-    """Whether every worker that ever had a connection has lost it. Workers that still start have none to lose."""
-    workers, disconnected = tx.state.workers, tx.state.connections.disconnected
-    if len(disconnected) < len(workers) - workers.starting:
-        return False
-    return all(w.worker in disconnected or w.status is WorkerStatus.STARTING for w in workers.values())
+    """Whether every worker that ever had a connection has lost it. Workers that still start have none to lose. In a
+    large job some have none that the driver could see break, so there it is enough that nobody is heard any more."""
+    workers, connections, window = tx.state.workers, tx.state.connections, tx.state.limits.disconnect_window
+    if len(connections.disconnected) - len(connections.unstarted) == len(workers) - workers.starting:
+        return True
+    unheard = (
+        tx.now - connections.broke_at > window and connections.heard_at < connections.broke_at + window / 2
+    )
+    return bool(connections.disconnected) and unheard and _beats_are_dense(tx)
+
+
+def _beats_are_dense(tx: Transition) -> bool:
+    """Whether so many heartbeats are due within `disconnect_window` that none shows that the driver is cut off."""
+    return len(tx.state.slots) * tx.state.limits.disconnect_window / get_interval(tx) >= DENSE_BEATS
+
+
+def note_heard(tx: Transition) -> None:
+    """A message has come."""
+    _mark_mass_disconnect(tx)
+    tx.state.connections.heard_at = tx.now
 
 
 # ---- silence
@@ -214,13 +235,13 @@ def _is_mass_disconnect(tx: Transition) -> bool:
 
 def note_heartbeat(tx: Transition, slot: SlotRecord, event: messages.Heartbeat) -> SlotRecord:
     """Renews the slot's record, which is returned."""
-    connections, interval = tx.state.connections, _get_interval(tx)
-    late = tx.now - slot.last_seen - interval
+    connections, interval = tx.state.connections, get_interval(tx)
+    late = tx.now - slot.last_seen - max(slot.pace, interval)
     runs = event.state not in NOT_RUNNING
     stack = "" if runs else event.stack
     stopped_at = (slot.stopped_at or tx.now) if event.state == STOPPED else None
     delay = max(late, FORGET * slot.delay)
-    slot = replace(slot, last_seen=tx.now, delay=delay, stack=stack, stopped_at=stopped_at)
+    slot = replace(slot, last_seen=tx.now, pace=interval, delay=delay, stack=stack, stopped_at=stopped_at)
     if stopped_at is not None:
         connections.next_lease_check = tx.now
     tx.state.slots.put(slot)
@@ -232,12 +253,12 @@ def note_heartbeat(tx: Transition, slot: SlotRecord, event: messages.Heartbeat) 
     return slot
 
 
-def _get_interval(tx: Transition) -> float:
+def get_interval(tx: Transition) -> float:
     return heartbeat_interval(tx.state.limits.lease, len(tx.state.slots))
 
 
 def _get_check_interval(tx: Transition) -> float:
-    return min(tx.state.limits.lease / CHECKS_PER_LEASE, _get_interval(tx) / CHECKS_PER_HEARTBEAT)
+    return min(tx.state.limits.lease / CHECKS_PER_LEASE, get_interval(tx) / CHECKS_PER_HEARTBEAT)
 
 
 def _get_shortest_delay(tx: Transition) -> float:
@@ -267,12 +288,13 @@ def on_tick(tx: Transition, event: on.Tick) -> None:
         _check_connection(tx, name)
     if tx.now < connections.next_lease_check:
         return
-    lease, interval = state.limits.lease, _get_interval(tx)
+    lease, interval = state.limits.lease, get_interval(tx)
     connections.last_lease_check = tx.now
     connections.next_lease_check = tx.now + _get_check_interval(tx)
     seen = max((slots[w.slot].last_seen for w in state.workers.values() if w.slot in slots), default=None)
     silence = tx.now - seen if seen is not None else 0.0
-    if silence > max(SILENCE, 1.5 * interval):
+    hears_nobody = _beats_are_dense(tx) and tx.now - connections.heard_at > LATE
+    if hears_nobody or silence > max(SILENCE, 1.5 * interval):
         connections.driver_late_at = tx.now
     # R12 (driver silence): all slots fell silent although connections stand, so the driver is cut off, or was paused.
     # Training continues without it until `driver_timeout`, after which the workers have ended themselves.
@@ -316,7 +338,8 @@ def _is_suspicious(tx: Transition, worker: WorkerRecord, slot: SlotRecord | None
         return False
     if slot.stopped_at is not None and seen == worker.last_seen:  # it is known, and not inferred from silence
         return tx.now - max(slot.stopped_at, connections.driver_late_at) > LONGEST_STOP
-    patience = _get_interval(tx) + max(_get_shortest_delay(tx), LONGEST_DELAYS * slot.delay)
+    # It was told its pace when the job had more slots, maybe.
+    patience = max(slot.pace, get_interval(tx)) + max(_get_shortest_delay(tx), LONGEST_DELAYS * slot.delay)
     return tx.now - max(seen, connections.driver_late_at) > patience
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from spark_elastic.protocol import commands as do
 from spark_elastic.protocol import events as on
-from spark_elastic.protocol.driver.failure_detector import remove_slot
+from spark_elastic.protocol.driver.failure_detector import get_interval, remove_slot
 from spark_elastic.protocol.driver.state import (
     DrainCause,
     JobStage,
@@ -213,7 +213,8 @@ def on_slot_registered(tx: Transition, event: RegisterSlot) -> None:
     elif slot_launch is None:
         _refuse(tx, event.slot, f"slot {event.slot} belongs to slot job {event.launch}, which is over")
     else:
-        slot = SlotRecord(event.slot, event.launch, event.host, tx.now, extra=slot_launch.slots > 0)
+        pace, extra = get_interval(tx), slot_launch.slots > 0
+        slot = SlotRecord(event.slot, event.launch, event.host, tx.now, pace=pace, extra=extra)
         _register(tx, replace(slot, node=event.node, unfit=event.unfit, kept=event.kept))
 
 

@@ -150,6 +150,7 @@ class SlotRecord:
     unfit: str = ""  # why what its host runs cannot take part, "" if it can
     straggled_before: bool = False  # a worker of it was replaced, without which the others were quicker
     kept: Checkpoint | None = None  # newest commit in its host's memory when it came: R23 (kept commits)
+    pace: float = 0.0  # seconds from one heartbeat to the next, as it was told with its newest one
     delay: float = 0.0  # seconds by which a heartbeat was late at most, which is forgotten by and by
     stack: str = ""  # where its worker was, which is stopped now; "" while it runs
     stopped_at: float | None = None  # when a heartbeat first said that its worker is stopped; None: it runs
@@ -258,6 +259,7 @@ class Workers(_LiveRecords[WorkerId, WorkerRecord]):
     """Workers that are alive, by name, and how many of them are in a condition that forming a world waits for."""
 
     departed: Table[WorkerId, DepartedWorker] = field(default_factory=Table)  # for late messages
+    departed_of: Table[SlotId, tuple[WorkerId, ...]] = field(default_factory=Table)  # their names, by slot
     waiting: Table[WorkerId, None] = field(default_factory=Table)  # warm newcomers in order of arrival
     arrivals: int = 0  # how many newcomers have come so far
     starting: int = 0  # workers that are not warm yet
@@ -281,6 +283,9 @@ class Workers(_LiveRecords[WorkerId, WorkerRecord]):
         if before is not None:
             self._count(before, None)
             self.alive = self.alive.drop(worker)
+        if worker not in self.departed:
+            others = self.departed_of.get(worker.slot, ())
+            self.departed_of = self.departed_of.put(worker.slot, (*others, worker))
         self.departed = self.departed.put(worker, departed)
 
     def _count(self, before: WorkerRecord | None, after: WorkerRecord | None) -> None:
@@ -377,7 +382,10 @@ class Connections(Part):
     """What the failure detector knows of control connections and of the driver's own pauses."""
 
     disconnected: Table[WorkerId, float] = field(default_factory=Table)  # workers, and since when
+    unstarted: Table[WorkerId, None] = field(default_factory=Table)  # of those, the ones that still start
     reset: frozenset[WorkerId | SlotId] = frozenset()  # whose last connection no kernel closed: it was reset
+    broke_at: float = float("-inf")  # when last the connection of a worker broke
+    heard_at: float = float("-inf")  # when last a message came from anybody
     mass_disconnect_at: float = float("-inf")  # when last all workers were disconnected together
     driver_partitioned_at: float = float("-inf")  # when last the driver itself was cut off or paused
     driver_late_at: float = float("-inf")  # the same, also for a moment
@@ -390,8 +398,12 @@ class Connections(Part):
     def forget(self, name: WorkerId | SlotId) -> None:
         """The worker or slot is gone."""
         if isinstance(name, WorkerId):
-            self.disconnected = self.disconnected.drop(name)
+            self.mark_connected(name)
         self.reset -= {name}
+
+    def mark_connected(self, worker: WorkerId) -> None:
+        self.disconnected = self.disconnected.drop(worker)
+        self.unstarted = self.unstarted.drop(worker)
 
 
 def add_time(times: tuple[float, ...], now: float, window: float) -> tuple[float, ...]:

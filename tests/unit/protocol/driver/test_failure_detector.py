@@ -79,6 +79,63 @@ def test_r12_a_worker_that_does_not_reconnect_after_a_mass_disconnect_is_evicted
     assert W2 in bench.find_commands(AbortWorld)[0].reason
 
 
+def test_r12_a_newcomer_whose_connection_does_not_break_makes_a_cut_of_the_driver_no_loss() -> None:
+    """It was between two requests, so that there was nothing to break: the others' breaks looked like their losses."""
+    jobs = range(1, 101)
+    bench = Bench.running(*jobs, num_workers=100, max_workers=101)
+    bench.slot(101)
+    bench.join(name(101))
+    for job in jobs:
+        bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), name(job), reset=True))
+        bench.on(on.ConnectionLost(0, SlotId(f"{job}-0"), reset=True))
+    bench.wait(3.0)
+    back = [job for job in jobs if job != 2]
+    for job in back:
+        bench.on(on.ConnectionBack(0, SlotId(f"{job}-0")))
+        bench.on(on.ConnectionBack(0, SlotId(f"{job}-0"), name(job)))
+    bench.wait(0.9, heartbeats_of=back)
+    assert not bench.find_commands(AbortWorld)
+    bench.wait(0.2, heartbeats_of=back)
+    assert [stop.worker for stop in bench.find_commands(StopWorker)] == [W2]
+
+
+def test_a_loss_in_a_large_job_is_seen_at_once_while_others_are_heard() -> None:
+    bench = Bench.running(*range(1, 101), num_workers=100, max_workers=100)
+    bench.on(on.ConnectionLost(0, SlotId("2-0"), W2))
+    bench.on(on.ConnectionLost(0, SlotId("2-0")))
+    bench.wait(0.04)
+    bench.on(said.Heartbeat(SlotId("1-0"), name(1), "S"))
+    bench.wait(0.06)
+    assert W2 in bench.find_commands(AbortWorld)[0].reason
+
+
+def test_r24_survivors_of_a_large_job_keep_the_pace_that_they_were_told() -> None:
+    """With 500 slots each beats every 2 s; ten that are left would beat four times a second, once they know."""
+    jobs = range(1, 501)
+    bench = Bench.running(*jobs, num_workers=500, max_workers=500)
+    for job in jobs:
+        bench.on(said.Heartbeat(SlotId(f"{job}-0"), name(job), "S"))
+    for job in jobs[10:]:
+        bench.on(on.LaunchEnded(0, job, "its executor is lost", executor_lost=True))
+    for now, lost in ((1.9, False), (3.0, True)):
+        while bench.now < now:
+            bench.on(said.Heartbeat(SlotId("1-0"), name(1), "S", waits=True, seconds=1.0))
+            bench.wait(0.1)
+        assert (W2 not in bench.state.workers) is lost
+
+
+def test_r12_a_large_job_of_which_nobody_is_heard_has_a_driver_that_is_cut_off() -> None:
+    """With 200 slots each beats every 0.8 s: one that beat just before would be suspicious before all seem silent."""
+    jobs = range(1, 201)
+    bench = Bench.running(*jobs, num_workers=200, max_workers=200)
+    for job in jobs:
+        bench.wait(0.004)
+        waits = {"waits": True, "seconds": 1.0} if job > 1 else {}
+        bench.on(said.Heartbeat(SlotId(f"{job}-0"), name(job), "S", **waits))
+    bench.wait(2.0)
+    assert not bench.find_commands(AbortWorld)
+
+
 @pytest.mark.parametrize(
     ("letter", "lost"), [("S", False), ("R", False), ("", False), ("T", True), ("Z", True)]
 )
