@@ -47,6 +47,9 @@ CASES = {
         {"layers": 4, "width": 32, "rows": (8,), **ONE_ROUND},
     ),
     "bulk_recovery": Case("gpu:compare_recoveries", {"device": "simnccl"}, {"kills": 1}),
+    "collectives": Case(
+        "collectives:measure", small={"networks": ((1e9, 0.02),), "hosts": 3, **ONE_ROUND}, minutes=15
+    ),
     "compiled_cpu": Case("gpu:measure", {"device": "cpu", "cases": (4, 5)}, {"cases": (4,), **ONE_ROUND}),
     "control_plane": Case("control_plane:measure", small={"sizes": (2,)}, minutes=10),
     "estimator": Case("estimator:measure", small={"rows": 4096, "nets": ("small",), **ONE_ROUND}, minutes=10),

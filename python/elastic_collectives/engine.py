@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -233,6 +233,11 @@ class Group(AbstractContextManager["Group"]):
         """
         view = as_array(array, writable=True)
         self._allreduce(as_reduction(view, op, dtype, weight, scale, compression, algorithm))
+
+    def bind_allreduce(self, array: Any, compression: str | None = None) -> Callable[[], None]:
+        """A function that sums `array` as `allreduce` does, whose arguments are checked here, once for all calls."""
+        view = as_array(array, writable=True)
+        return partial(self._allreduce, as_reduction(view, "sum", None, None, (1.0, 1.0), compression))
 
     def grouped_allreduce(
         self,

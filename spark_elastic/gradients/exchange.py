@@ -198,9 +198,10 @@ class GradientExchange:
 
     def drop_absent(self, present: Flags) -> None:
         """Set gradients that no rank computed to None, as in a plain loop (R8, weighting)."""
-        for parameter, has_gradient in zip(self.parameters, present.tolist(), strict=True):
-            if not has_gradient:
-                parameter.grad = None
+        if 0 in present.tobytes():  # most steps have all of them
+            for parameter, has_gradient in zip(self.parameters, present.tolist(), strict=True):
+                if not has_gradient:
+                    parameter.grad = None
 
     def close(self) -> None:
         self.abandon()

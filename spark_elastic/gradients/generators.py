@@ -23,11 +23,13 @@ from spark_elastic.worker.stack_sampler import gc_paused
 
 def get_generators() -> tuple[Any, ...]:
     """Return the states of all generators; they pickle."""
+    give_back_generators()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
 def set_generators(states: tuple[Any, ...]) -> None:
+    give_back_generators()
     python, numpy, torch_cpu, cuda = states
     random.setstate(python)
     np.random.set_state(numpy)
@@ -84,6 +86,16 @@ class _BorrowedGenerators:
         self._key = key
 
     def __enter__(self) -> Callable[..., None]:
+        self._save()
+        if self._key:
+            self._seed(*self._key)
+        return self._seed
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+
+    def _save(self) -> None:
+        give_back_generators()
         self._torch, self._python = get_torch_rng_state(), random.getstate()
         self._module = _find_device_module()
         self._device = None if self._module is None else self._module.get_rng_state()
@@ -94,11 +106,8 @@ class _BorrowedGenerators:
         self._numpy: Any = numpy if self._exchanges else np.random.get_state()
         if self._exchanges:
             mtrand.set_bit_generator(_get_spare_generator())
-        if self._key:
-            self._seed(*self._key)
-        return self._seed
 
-    def __exit__(self, *error: object) -> None:
+    def _restore(self) -> None:
         (mtrand.set_bit_generator if self._exchanges else np.random.set_state)(self._numpy)
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
@@ -111,8 +120,59 @@ class _BorrowedGenerators:
         torch.default_generator.manual_seed(seed)
         if self._module is not None:
             self._module.manual_seed(seed)
-        random.seed(seed)
+        self._seed_python(seed)
         np.random.seed(seed % 2**32)
+
+    def _seed_python(self, seed: int) -> None:
+        random.seed(seed)
+
+
+class StepGenerators(_BorrowedGenerators):
+    """As `seeded_rng` for one step after another, of a training in which nothing else draws between two steps: the
+    generators stay as the steps leave them until `give_back_generators`, since saving and restoring them takes as long
+    as a small layer. So does seeding Python's, which is left out while nothing draws from it: what draws in each step
+    has each step's own numbers; what draws now and then, those of a step before it."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.keeps = False  # whether nothing else draws between two steps
+        # Once it is seeded, it has the state of Python's generator unless something has drawn from that.
+        self._mirror, self._is_mirrored = random.Random(), False
+
+    def __call__(self, *key: int) -> StepGenerators:
+        self._key = key
+        return self
+
+    def __enter__(self) -> Callable[..., None]:
+        if _lent == [self] and self._module is _find_device_module():
+            _lent.clear()  # until the block ends, nothing gives them back
+        else:
+            self._save()
+            self._is_mirrored = False
+        self._seed(*self._key)
+        return self._seed
+
+    def __exit__(self, *error: object) -> None:
+        if self.keeps:
+            _lent.append(self)
+        else:
+            self._restore()
+
+    def _seed_python(self, seed: int) -> None:
+        if not self._is_mirrored or random.getrandbits(64) != self._mirror.getrandbits(64):
+            random.seed(seed)
+            if self.keeps:
+                self._mirror.seed(seed)
+                self._is_mirrored = True
+
+
+_lent: list[StepGenerators] = []  # who has the generators of this process between two steps
+
+
+def give_back_generators() -> None:
+    """Have the generators be as they were before the steps of a training."""
+    while _lent:
+        _lent.pop()._restore()
 
 
 @cache

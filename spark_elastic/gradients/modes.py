@@ -16,7 +16,7 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.bulk_plane import BulkPlane, BulkSums
 from spark_elastic.gradients.layout import BucketMemory, GradientLayout, Views, cut_views
-from spark_elastic.gradients.step_reducer import StepReducer, check_agreement, coalesce_rows, watch_collective
+from spark_elastic.gradients.step_reducer import StallCheck, StepReducer, check_agreement, coalesce_rows
 from spark_elastic.gradients.step_summary import Flags
 from spark_elastic.gradients.timeline import Timeline
 from spark_elastic.worker.context import CollectiveThread
@@ -272,30 +272,40 @@ class OneBucketMode(LocalMode):
         self.views = cut_views(layout.parameters, layout.buckets, [torch.from_numpy(self._array[:end])])
         self._messages = self._array[end:].reshape(group.size, message_bytes)
         self._clock = SystemClock()
-        self._wire = layout.options.wire if dtype == np.float32 else None
+        self._sum = group.bind_allreduce(self._array, layout.options.wire if dtype == np.float32 else None)
+        self._check = StallCheck(group, lambda: layout.names, layout.options)
+        self._all, self._none = ~self.present, self.present  # never written to
         self._is_compared = False  # the ranks have compared this layout
 
     def begin(self, passes: int, thread: CollectiveThread, timeline: Timeline | None) -> None:
-        super().begin(passes, thread, timeline)
+        self.has_open_step, self.found_sparse = True, self._none
         self._thread, self._timeline = thread, timeline
 
     def finish(self) -> None:
-        for index, parameter in enumerate(self.layout.parameters):
-            self.present[index] = parameter.grad is not None
+        parameters = self.layout.parameters
+        gradients = [parameter.grad for parameter in parameters]
+        if all(each is not None and not (each.is_sparse or each.requires_grad) for each in gradients):
+            self.present = self._all
+            torch._foreach_copy_(self.views, gradients)  # type: ignore[arg-type]
+            for parameter, view in zip(parameters, self.views, strict=True):
+                parameter.grad = view
+            return
+        self.present = np.array([each is not None for each in gradients])
+        for index in range(len(parameters)):
             self._place_gradient(index)
 
     def carry(self, message: Array) -> Array:
         """Sum the gradients. Returns the messages of all ranks, (size, bytes). Raises as `GradientExchange.finish`."""
-        complete = self._clock.now()
+        complete = 0.0 if self._timeline is None else self._clock.now()
         self._messages.fill(0)
         self._messages[self._group.rank] = message
         self._thread.drain()
         if not self._is_compared:
             check_agreement(self._group, self.layout)
             self._is_compared = True
-        begin = self._clock.now()
-        with watch_collective(self._group, lambda: self.layout.names, self.layout.options):
-            self._group.allreduce(self._array, compression=self._wire)
+        begin = 0.0 if self._timeline is None else self._clock.now()
+        with self._check:
+            self._sum()
         if self._timeline is not None:
             nbytes = self._array.nbytes
             self._timeline.write_gradients("gradients 0", nbytes, complete, begin, self._clock.now())

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -143,10 +142,10 @@ class StepReducer:
 
         self._newest = self._thread.submit(next_one)
 
-    def _watch(self, parameters: Sequence[int] | None) -> AbstractContextManager[None]:
+    def _watch(self, parameters: Sequence[int] | None) -> StallCheck:
         names = self._layout.names
         which = range(len(names)) if parameters is None else parameters
-        return watch_collective(self._group, lambda: [names[i] for i in which], self._options)
+        return StallCheck(self._group, lambda: [names[i] for i in which], self._options)
 
 
 def check_agreement(group: Group, layout: GradientLayout) -> None:
@@ -214,36 +213,37 @@ def gather_listed_rows(group: Group, own: torch.Tensor, factor: float) -> torch.
     return torch.sparse_coo_tensor(torch.from_numpy(rows)[None], values, own.shape, check_invariants=False)
 
 
-@contextmanager
-def watch_collective(
-    group: Group, names: Callable[[], Sequence[str]], options: ExchangeOptions
-) -> Iterator[None]:
+class StallCheck:
     """Horovod's stall check of a collective: a warning names the ranks that it waits for, and a wait may have a limit.
-    To be entered in the thread that calls the collective. names: of the parameters whose gradients it sums."""
-    if options.warn_after == math.inf and options.wait_at_most is None:
-        yield
-        return
-    warned_after = 0.0
+    To be entered in the thread that calls the collective, for one after the other; each step does."""
 
-    def warn(seconds: float, ranks: Sequence[int]) -> None:
-        nonlocal warned_after
-        if seconds - warned_after >= options.warn_after:
-            warned_after = seconds
-            missing = ", ".join(str(group.members[rank]) for rank in ranks)
+    def __init__(self, group: Group, names: Callable[[], Sequence[str]], options: ExchangeOptions) -> None:
+        """names: of the parameters whose gradients the collective sums."""
+        self._group, self._names = group, names
+        self._warn_after, self._wait_at_most = options.warn_after, options.wait_at_most
+        self._watches = options.warn_after != math.inf or options.wait_at_most is not None
+
+    def __enter__(self) -> None:
+        if self._watches:
+            self._warned_after = 0.0
+            self._group.watch(self._warn)
+            if self._wait_at_most is not None:
+                self._group.set_timeout(self._wait_at_most)
+
+    def __exit__(self, *error: object) -> None:
+        if self._watches:
+            self._group.watch(None)
+            if self._wait_at_most is not None:
+                self._group.set_timeout(self._group.timeout)
+
+    def _warn(self, seconds: float, ranks: Sequence[int]) -> None:
+        if seconds - self._warned_after >= self._warn_after:
+            self._warned_after = seconds
+            missing = ", ".join(str(self._group.members[rank]) for rank in ranks)
             log.warning(
                 "gradients of %s have been waiting for %.0f s for rank(s) %s, which have not sent theirs.",
-                *(_format_names(names()), seconds, missing),
+                *(_format_names(self._names()), seconds, missing),
             )
-
-    group.watch(warn)
-    if options.wait_at_most is not None:
-        group.set_timeout(options.wait_at_most)
-    try:
-        yield
-    finally:
-        group.watch(None)
-        if options.wait_at_most is not None:
-            group.set_timeout(group.timeout)
 
 
 def _format_names(names: Sequence[str]) -> str:

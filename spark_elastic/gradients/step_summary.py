@@ -25,6 +25,7 @@ Flags = npt.NDArray[np.bool_]
 # The numbers of a summary as they travel. numpy's record types would take five times as long. After those of `_SAME`:
 # version, rows, loss, denominator, seconds, wants_stop, has_weight.
 _FORMAT = struct.Struct("<QQqqqQqqddd??")
+_BEGIN = 48  # bytes of a summary before `version`, which are the same on all ranks
 # What all ranks have in common, by what is wrong if they do not.
 _SAME = {
     "worlds": ("attempt", "generation"),
@@ -91,14 +92,13 @@ def exchange_summaries(
     packed = _pack_flags(mine.present.tobytes(), found_sparse.tobytes())
     message = np.frombuffer(header + packed, np.uint8)
     gathered = group.allgather(message) if gather is None else gather(message)
-    whole, length = gathered.tobytes(), len(message)
-    blobs = [whole[begin : begin + length] for begin in range(0, len(whole), length)]
-    headers = [_FORMAT.unpack_from(blob) for blob in blobs]
-    if len({blob[:48] for blob in blobs}) > 1:  # the bytes before `version` are the same on all ranks
-        _refuse_disagreement(group, headers)
-    *_, versions, rows, losses, denominators, seconds, stops, weights = zip(*headers, strict=True)
+    whole, ranks = gathered.tobytes(), len(gathered)
+    fields = zip(*_build_format(len(packed)).iter_unpack(whole), strict=True)
+    sames, versions, rows, losses, denominators, seconds, stops, weights, flags_of = fields
+    if sames.count(header[:_BEGIN]) != ranks:
+        _refuse_disagreement(group, [_FORMAT.unpack_from(row.tobytes()) for row in gathered])
     present = mine.present
-    if {blob[_FORMAT.size :] for blob in blobs} != {packed}:  # most steps have the same flags everywhere
+    if flags_of.count(packed) != ranks:  # most steps have the same flags everywhere
         united = np.bitwise_or.reduce(gathered[:, _FORMAT.size :])
         flags = np.unpackbits(united, count=2 * count).view(np.bool_)
         present, found_sparse = flags[:count], flags[count:]
@@ -107,6 +107,12 @@ def exchange_summaries(
     return StepDecision(
         newest, sum(rows), loss, denominator, present, found_sparse, stops[0], seconds, any(weights)
     )
+
+
+@lru_cache(maxsize=4)
+def _build_format(flags: int) -> struct.Struct:
+    """Of a summary, with what ranks have in common in one piece, and so many bytes of flags."""
+    return struct.Struct(f"<{_BEGIN}sqqddd??{flags}s")
 
 
 @lru_cache(maxsize=4)  # most steps have the flags of the step before

@@ -115,6 +115,8 @@ class StepMetrics(ABC):
         self._drop()
 
     def commit(self) -> None:
+        if not (self._gathered or self._logged or self._columns):
+            return
         gathered = self._gathered
         self._drop()
         for logged in (part for parts, _ in gathered for part in parts):

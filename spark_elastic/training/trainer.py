@@ -199,20 +199,24 @@ class ModelTrainer(ABC):
     def close(self) -> None: ...
 
 
-@contextmanager
-def defer_interrupts() -> Iterator[None]:
+class DeferredInterrupts:
     """The apply section of a step (R1, finalized steps): nothing interrupts it, and Ctrl-C waits until it ends."""
-    if threading.get_ident() != threading.main_thread().ident:  # signals interrupt the main thread only
-        yield
-        return
-    received: list[int] = []
-    former = set_handler(signal.SIGINT, lambda number, frame: received.append(number))
-    try:
-        yield
-    finally:
-        set_handler(signal.SIGINT, former)
-        for number in received[:1]:
-            signal.raise_signal(number)
+
+    def __enter__(self) -> None:
+        self._received: list[int] = []
+        # Signals interrupt the main thread only.
+        self._is_main = threading.get_ident() == threading.main_thread().ident
+        if self._is_main:
+            self._former = set_handler(signal.SIGINT, self._defer)
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_main:
+            set_handler(signal.SIGINT, self._former)
+            if self._received:
+                signal.raise_signal(signal.SIGINT)
+
+    def _defer(self, number: int, frame: object) -> None:
+        self._received.append(number)
 
 
 Summarize = Callable[..., StepSummary]
@@ -246,7 +250,7 @@ class ModelStep(ABC, Generic[R]):
             self._restore()
             self._metrics.discard()
             raise
-        with defer_interrupts():
+        with DeferredInterrupts():
             self._finalize(call.finalize_previous)
             self._apply(decision, batch.planned)
             self._metrics.commit()

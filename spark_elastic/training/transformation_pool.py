@@ -26,10 +26,13 @@ STEPS_AHEAD = 2  # steps that are transformed or ready, per worker of the pool; 
 
 
 class PendingStep:
-    def __init__(self, rows: StepRows, transform: Callable[[], ColumnArrays] | Future[ColumnArrays]) -> None:
-        """rows: as they are stored. transform: a function that does it here, or the future of a worker of the pool."""
+    def __init__(
+        self, rows: StepRows, transform: Callable[[], ColumnArrays] | Future[ColumnArrays] | None
+    ) -> None:
+        """rows: as they are stored. transform: a function that does it here, or the future of a worker of the pool;
+        None: they stay as they are."""
         self.rows, self._transform = rows, transform
-        self._finished: StepRows | None = None
+        self._finished = rows if transform is None else None
 
     def is_ready(self) -> bool:
         return not isinstance(self._transform, Future) or self._transform.done()
@@ -38,6 +41,7 @@ class PendingStep:
         """The rows as model and loss take them. Raises what the user's function raised, which may take any time."""
         if self._finished is None:
             transform = self._transform
+            assert transform is not None
             columns = transform.result() if isinstance(transform, Future) else transform()
             self._finished = replace(self.rows, columns=columns)
         return self._finished
@@ -128,7 +132,7 @@ class TransformationPool:
 
     def _begin(self, rows: StepRows, cuts: tuple[int, ...], augments: bool) -> PendingStep:
         if self._transformation is None:
-            return PendingStep(rows, lambda: rows.columns)
+            return PendingStep(rows, None)
         batch = RowBatch(rows.columns, rows.row_ids, rows.epoch, cuts, augments)
         if self._executor is None:
             return PendingStep(rows, partial(self._transformation.apply, batch))

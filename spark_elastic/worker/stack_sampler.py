@@ -165,6 +165,9 @@ class _WatchedGroup:
         setattr(self, name, attribute)
         return attribute
 
+    def bind_allreduce(self, *arguments: Any) -> Callable[[], None]:
+        return self._record(self._group.bind_allreduce(*arguments))
+
     def _record(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         sampler = self._sampler
 

@@ -28,13 +28,19 @@ from elastic_collectives import CollectiveError, Group
 from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.determinism import exchanges_statistics
 from spark_elastic.gradients.devices import CPU
-from spark_elastic.gradients.generators import get_device_rng_state, get_torch_rng_state, set_device_rng_state
+from spark_elastic.gradients.generators import (
+    get_device_rng_state,
+    get_torch_rng_state,
+    give_back_generators,
+    set_device_rng_state,
+)
 from spark_elastic.gradients.module_state import PLAIN, list_buffers, put_buffer
 from spark_elastic.training.batch import LocalBatch, pack_arrays, unpack_arrays
 from spark_elastic.training.trainer import describe_dependent_layers
 
 
 def rng_state() -> dict[str, Any]:
+    give_back_generators()
     state: Any = np.random.get_state()
     kind, words, *rest = state
     return {
@@ -46,6 +52,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
+    give_back_generators()
     torch.set_rng_state(state["torch"])
     kind, words, *rest = state["numpy"]
     np.random.set_state((kind, np.array(words, np.uint32), *rest))
@@ -62,7 +69,7 @@ Attributes = list[dict[str, Any]]  # by module
 
 
 def copy_attributes(modules: Iterable[Module]) -> Attributes:
-    return [dict(vars(module)) for module in modules]
+    return [module.__dict__.copy() for module in modules]
 
 
 def restore_attributes(modules: Iterable[Module], saved: Attributes) -> None:

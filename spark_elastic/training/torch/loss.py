@@ -62,7 +62,7 @@ class LossResult(NamedTuple):
     # This part's summand of the divisor. 0 in every part: the user wants the loss summed, not averaged; NaN: the model
     # reports no loss.
     denominator: float
-    outputs: tuple[Tensor, ...] = ()  # detached, one for each label or one for all; (): unknown
+    outputs: tuple[Tensor, ...] = ()  # one for each label or one for all; (): unknown
     # Other numbers by name: the sum over these rows, a tensor () where a device computes it, and what the mean divides
     # it by: their number or their weight.
     logged: Mapping[str, tuple[float | Tensor, float]] = MappingProxyType({})
@@ -179,7 +179,7 @@ class LabelConverter:
         if not self.elementwise or not isinstance(output, Tensor):
             return labels
         label = labels[0] if labels[0].dtype is output.dtype else labels[0].to(output.dtype)
-        if output.shape == (len(label), 1) and label.ndim == 1:
+        if output.ndim == 2 and label.ndim == 1 and output.shape == (len(label), 1):
             label = label.unsqueeze(1)
         return label, *labels[1:]
 
@@ -222,7 +222,7 @@ class RowLoss:
     ) -> LossResult:
         """Compute the loss of these rows. on_host: labels and weights in memory of the host, where the others are on a
         device, for denominators that do not wait for it. Raises InvalidInput: the loss does not fit them."""
-        rows = len(labels[0])
+        rows = labels[0].shape[0]  # `len` takes a call of Python
         host_labels, host_weights = on_host or (labels, weights)
         host_labels = self._converter.convert_classes(host_labels, output)
         labels = (labels[0].to(host_labels[0].dtype), *labels[1:]) if on_host else host_labels
@@ -263,7 +263,7 @@ class RowLoss:
         if self.is_summed:
             return 0.0
         if weights is None and not self._divides_by_class(labels[0]):
-            return float(len(labels[0]))
+            return float(labels[0].shape[0])
         divisors = torch.ones(len(labels[0]), dtype=torch.float64)
         if self._divides_by_class(labels[0]):
             divisors = self._find_class_divisors(labels[0]).reshape(len(divisors), -1).sum(1)
@@ -274,7 +274,7 @@ class RowLoss:
         if not isinstance(output, Tensor) or len(labels) > 1:
             return False
         if self._converter.elementwise:
-            return output.shape == label.shape and output.numel() == len(label)
+            return output.shape == label.shape and output.numel() == label.shape[0]
         return self._converter.of_classes and output.ndim == 2 and label.ndim == 1
 
     def _check_value(self, value: Any, output: Any, labels: Labels) -> None:
@@ -353,9 +353,10 @@ class ModelLoss(LossFn):
 
     def __call__(self, model: nn.Module, part: Batch) -> LossResult:
         output = self._forward(model, part)
-        summed = self._loss(output, part.labels, part.weights, part.on_host)
-        parts = (output,) if isinstance(output, Tensor) else list_output_parts(output)
-        return summed._replace(outputs=_detach(parts))
+        total, denominator, *_ = self._loss(output, part.labels, part.weights, part.on_host)
+        return LossResult(
+            total, denominator, (output,) if isinstance(output, Tensor) else _list_tensors(output)
+        )
 
 
 class MultiOutputLoss(LossFn):
@@ -401,7 +402,7 @@ class MultiOutputLoss(LossFn):
         for name, loss, own, scaled in zip(self._names, self._losses, sums, each, strict=True):
             value, divisor = (scaled, float(len(part))) if loss.is_summed else (own.total, own.denominator)
             logged[name] = read_later(value.detach()), divisor
-        return LossResult(total, float(len(part)), _detach(outputs), logged)
+        return LossResult(total, float(len(part)), _list_tensors(outputs), logged)
 
     def _compute_denominators(self, part: Batch) -> list[float]:
         labels, weights = part.on_host or (part.labels, part.weights)
@@ -430,8 +431,11 @@ class _Forward:
         self._precision, self._labels = precision, list(labels)
 
     def __call__(self, model: nn.Module, part: Batch) -> Any:
-        with autocast(self._precision):
+        if self._precision is None:
             output = model(*part.features)
+        else:
+            with autocast(self._precision):
+                output = model(*part.features)
         if isinstance(output, Tensor):
             return output.float() if output.dtype in HALVES else output
         if output is None:
@@ -465,5 +469,5 @@ def to_float32(output: Any) -> Any:
     return tree_map_only(Tensor, wide, output)
 
 
-def _detach(outputs: Sequence[Any]) -> tuple[Tensor, ...]:
-    return tuple(output.detach() for output in outputs if isinstance(output, Tensor))
+def _list_tensors(output: Any) -> tuple[Tensor, ...]:
+    return tuple(part for part in list_output_parts(output) if isinstance(part, Tensor))

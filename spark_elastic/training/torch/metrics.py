@@ -66,7 +66,7 @@ class Metrics(StepMetrics):
                 "metrics need the model's outputs, and found no tensor among them: return tensors, or a tuple, list or "
                 "dict of them, or leave metrics out."
             )
-        return HostCopy([to_float32(tensor) for tensor in (*result.outputs, *labels)])
+        return HostCopy([to_float32(tensor.detach()) for tensor in (*result.outputs, *labels)])
 
     def gather(self, group: Group) -> None:
         coming, self._coming = self._coming, []

@@ -260,10 +260,27 @@ class BatchBuilder:
         self._dtype = dtype
         self._label_dtype = torch.promote_types(dtype, torch.float32)  # of floats, also of weights
         self._label_shapes, self._reshapes = label_shapes, reshapes
+        self._used = [*(column.name for column in features), *labels]
+        # Kinds of their arrays, as of the newest step, of which the batch had the memory itself; None: none so far.
+        self._plain: list[tuple[Any, ...]] | None = None
 
     def build(self, rows: StepRows) -> Batch:
+        arrays = [rows.columns[name] for name in self._used]
+        kinds = [(array.dtype, array.shape[1:]) for array in arrays]
+        if kinds != self._plain:
+            batch = self._convert(rows)
+            built = (*batch.features, *batch.labels)
+            is_plain = (
+                batch.weights is None and batch.on_host is None and all(map(_shares_memory, built, arrays))
+            )
+            self._plain = kinds if is_plain else None
+            return batch
+        tensors, count = tuple(map(torch.from_numpy, arrays)), len(self._features)
+        return LocalBatch(rows.planned, rows.row_ids, tensors[:count], tensors[count:], None)
+
+    def _convert(self, rows: StepRows) -> Batch:
         columns, copier = rows.columns, self._copier
-        for name in (*(column.name for column in self._features), *self._labels):
+        for name in self._used:
             check_numbers(name, columns[name])
         labels = self._label_tensors(columns)
         weights, dtype = None, self._label_dtype
@@ -297,6 +314,10 @@ class BatchBuilder:
         tensor = torch.from_numpy(refuse_large_numbers(array))
         dtype = _choose_dtype(tensor, floats)
         return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _shares_memory(tensor: Tensor, array: npt.NDArray[Any]) -> bool:
+    return array.size > 0 and tensor.shape == array.shape and tensor.data_ptr() == array.ctypes.data
 
 
 def _choose_dtype(tensor: Tensor, floats: torch.dtype) -> torch.dtype:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from elastic_collectives import Group
@@ -22,7 +24,12 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.gradients.determinism import RowDropout, draw_rows, exchanges_statistics
 from spark_elastic.gradients.devices import CPU, HostCopy, HostSum
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.generators import borrow_rng, seeded_rng
+from spark_elastic.gradients.generators import (
+    StepGenerators,
+    borrow_rng,
+    give_back_generators,
+    seeded_rng,
+)
 from spark_elastic.gradients.modes import OneBucketMode
 from spark_elastic.gradients.module_state import view_bytes
 from spark_elastic.gradients.step_summary import StepDecision, StepSummary
@@ -167,7 +174,7 @@ class GradientScaling:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._scaler is None:
-            optimizer.step()
+            take_optimizer_step(optimizer)
             return
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
@@ -183,6 +190,24 @@ class GradientScaling:
         self.skipped = state["skipped"]
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
+
+
+def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is torch's own, and nothing else is called with it."""
+    is_own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    if not is_own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        return False
+    return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def take_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`. torch wraps it to show it to a profiler; where none runs, that takes as long as the step of a
+    small model, and is left out."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False) and is_plain_optimizer(optimizer) and not _profiler_enabled():
+        step.__wrapped__(optimizer)
+    else:
+        optimizer.step()
 
 
 class TrainStep(ModelStep[Tensor]):
@@ -212,6 +237,7 @@ class TrainStep(ModelStep[Tensor]):
         self._worked = 0.0
         self._before: BufferSnapshot | None = None  # the buffers before the newest step
         self._has_exchanged_buffers = False
+        self.generators = StepGenerators()
         self.shows_buffers = False  # whether the user's code looks at the model after a step
         self.on_launched: Callable[[], None] = lambda: None  # while the device computes
 
@@ -221,6 +247,7 @@ class TrainStep(ModelStep[Tensor]):
     def _restore(self) -> None:
         assert self._before is not None
         self._before.restore()
+        give_back_generators()
 
     def _exchange_sums(self, group: Group, batch: Batch, summarize: Summarize) -> StepSummary:
         assert self._before is not None
@@ -253,7 +280,7 @@ class TrainStep(ModelStep[Tensor]):
         self._exchange.clear_and_begin(group, len(parts))
         self._ledger.write_ahead(group.fence, position, batch.row_ids)  # buckets go out during backward
         if self._step_loss is None:  # each rank draws its own dropout (R9, scope of P2)
-            with seeded_rng(*self.key, group.rank):
+            with self.generators(*self.key, group.rank):
                 loss, denominator = self._backward(parts)
         else:
             loss, denominator = self._backward_from_all(self._step_loss, group, batch, parts, before)

@@ -30,7 +30,7 @@ from spark_elastic.gradients.devices import (
     select_device,
 )
 from spark_elastic.gradients.exchange import GradientExchange
-from spark_elastic.gradients.generators import seeded_rng
+from spark_elastic.gradients.generators import give_back_generators, seeded_rng
 from spark_elastic.gradients.reduction import options_from_env
 from spark_elastic.gradients.step_summary import StepDecision, count_summary_bytes
 from spark_elastic.runs.ledger import Ledger
@@ -49,7 +49,7 @@ from spark_elastic.training.torch.spec import (
     make_batch_builder,
 )
 from spark_elastic.training.torch.state import TorchTrainingState, dump_values, move_to_device
-from spark_elastic.training.torch.step import GradientScaling, StepLoss, TrainStep
+from spark_elastic.training.torch.step import GradientScaling, StepLoss, TrainStep, is_plain_optimizer
 from spark_elastic.training.trainer import ModelTrainer, StepCall, take_validation_step
 from spark_elastic.training.transformation_pool import bind_transformation
 from spark_elastic.worker.session import get_collective_thread
@@ -69,8 +69,8 @@ class ArrivingBatch(NamedTuple):
     arrival: Arrival | None  # None: the device is the CPU, and everything is there
 
     def wait(self) -> Batch:
-        parts = [(*part.features, *part.labels, part.weights) for part in self.batch.shares or (self.batch,)]
         if self.arrival is not None:
+            parts = [(*one.features, *one.labels, one.weights) for one in self.batch.shares or (self.batch,)]
             self.arrival.wait([tensor for tensors in parts for tensor in tensors if tensor is not None])
         return self.batch
 
@@ -137,6 +137,7 @@ class TorchTrainer(ModelTrainer):
         self._train_step = kind(self.state, self._loss_fn, exchange, config, *others)
         shows_model = any(not _is_own(callback.on_step_end) for callback in self.callbacks.callbacks)
         self._train_step.shows_buffers = not shares and shows_model
+        self._train_step.generators.keeps = not self._draws_between_steps()
         every = config.exchange.verify_steps
         if every and isinstance(self._train_step, ShareStep):
             bound = bind_transformation(config, self._objects.transformation)
@@ -145,6 +146,12 @@ class TorchTrainer(ModelTrainer):
                 return self._start_build(rows, rank).wait()
 
             self._train_step.checker = ShareChecker(self._spec, every, bound, build)
+
+    def _draws_between_steps(self) -> bool:
+        """Whether code of the user's, or of another library, runs between two steps, which may draw random numbers."""
+        objects = self._objects
+        called = self.callbacks.callbacks or objects.metrics or objects.transformation
+        return bool(called) or not is_plain_optimizer(self.state.optimizer)
 
     @property
     def bulk_seconds(self) -> float | None:
@@ -242,6 +249,7 @@ class TorchTrainer(ModelTrainer):
         return dump_values(self.state.module.export())
 
     def close(self) -> None:
+        give_back_generators()
         if self._exchange is not None:
             self._exchange.close()
             if isinstance(self._train_step, ShareStep) and self._train_step.checker is not None:

@@ -53,8 +53,9 @@ def test_a_sample_has_the_stack_innermost_frame_first(reader: StackReader, sampl
     assert stack.index("wait_for_sample") < stack.index("test_a_sample_has_the_stack")
 
 
+@pytest.mark.parametrize("bound", [False, True])
 def test_a_worker_waits_in_collectives_and_works_otherwise(
-    reader: StackReader, sampler: StackSampler
+    reader: StackReader, sampler: StackSampler, bound: bool
 ) -> None:
     fabric = FakeFabric(2)
     group = sampler.watch_group(fabric.group(0))
@@ -70,7 +71,12 @@ def test_a_worker_waits_in_collectives_and_works_otherwise(
     partner = threading.Thread(target=join_late)
     partner.start()
     array = np.ones(2)
-    group.allreduce(array)
+    if bound:
+        sum_array = group.bind_allreduce(array)
+        assert not reader.read(CLOCK.now()).is_waiting
+        sum_array()
+    else:
+        group.allreduce(array)
     partner.join()
     assert array.tolist() == [2.0, 2.0]
     sample = reader.read(CLOCK.now() + 5.0)
