@@ -72,7 +72,8 @@ how to read it. `python -m benchmarks.run NAME` repeats one of its table. The pe
 torch_distributed, two_hosts), its DDP over Gloo (training_step), our own step without bitwise mode (bitwise_step),
 one with a loss of each backward pass (step_loss), TensorFlow's MultiWorkerMirroredStrategy
 (training_step_tensorflow), a plain loop in one process, with the better of one and two threads, or DDP (estimator),
-torchrun (recovery), a deepcopy of the state (commit), torch's TCPStore and torchrun's rendezvous (control_plane),
+torchrun (recovery), pyspark's TorchDistributor (starts), a deepcopy of the state (commit),
+torch's TCPStore and torchrun's rendezvous (control_plane),
 pyarrow's reads of row groups (reader), torch's DataLoader (images) and other loaders (row_loader), the table's own
 order (row_order), rows shuffled one by one, or 16 lanes (mixing), the same calls before footers became arrays
 (many_files), a plain loop on the same GPU (gpu), the engine alone (bulk_recovery), float32 where a row says so; ours
@@ -231,6 +232,11 @@ CASES = (
     ("recovery", "child killed: p50 to the next step"),
     ("recovery", "executor killed: p50 to the next step"),
     ("recovery", "executor killed: p99 to the next step"),
+    ("starts", "a function without imports, first job: to its first line"),
+    ("starts", "a function without imports, second job: to its first line"),
+    ("starts", "a function that imports torch, first job: to its first line"),
+    ("starts", "a function that imports torch, second job: to its first line"),
+    ("starts", "a worker with a spare is killed: to a warm one in its place"),
     (
         "bulk_recovery",
         "a worker killed, a communicator takes 30 s: p50 to the next step, beside the engine alone",
