@@ -120,24 +120,19 @@ class _BorrowedGenerators:
         torch.default_generator.manual_seed(seed)
         if self._module is not None:
             self._module.manual_seed(seed)
-        self._seed_python(seed)
-        np.random.seed(seed % 2**32)
-
-    def _seed_python(self, seed: int) -> None:
         random.seed(seed)
+        np.random.seed(seed % 2**32)
 
 
 class StepGenerators(_BorrowedGenerators):
     """As `seeded_rng` for one step after another, of a training in which nothing else draws between two steps: the
     generators stay as the steps leave them until `give_back_generators`, since saving and restoring them takes as long
-    as a small layer. So does seeding Python's, which is left out while nothing draws from it: what draws in each step
-    has each step's own numbers; what draws now and then, those of a step before it."""
+    as a small layer. Each step seeds them, also those that the step before did not draw from: what a step draws depends
+    on its key alone, in whichever process it runs."""
 
     def __init__(self) -> None:
         super().__init__(())
         self.keeps = False  # whether nothing else draws between two steps
-        # Once it is seeded, it has the state of Python's generator unless something has drawn from that.
-        self._mirror, self._is_mirrored = random.Random(), False
 
     def __call__(self, *key: int) -> StepGenerators:
         self._key = key
@@ -148,7 +143,6 @@ class StepGenerators(_BorrowedGenerators):
             _lent.clear()  # until the block ends, nothing gives them back
         else:
             self._save()
-            self._is_mirrored = False
         self._seed(*self._key)
         return self._seed
 
@@ -157,13 +151,6 @@ class StepGenerators(_BorrowedGenerators):
             _lent.append(self)
         else:
             self._restore()
-
-    def _seed_python(self, seed: int) -> None:
-        if not self._is_mirrored or random.getrandbits(64) != self._mirror.getrandbits(64):
-            random.seed(seed)
-            if self.keeps:
-                self._mirror.seed(seed)
-                self._is_mirrored = True
 
 
 _lent: list[StepGenerators] = []  # who has the generators of this process between two steps

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -174,7 +173,7 @@ class GradientScaling:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._scaler is None:
-            take_optimizer_step(optimizer)
+            optimizer.step()
             return
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
@@ -198,16 +197,6 @@ def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     if not is_own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return False
     return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def take_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`. torch wraps it to show it to a profiler; where none runs, that takes as long as the step of a
-    small model, and is left out."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False) and is_plain_optimizer(optimizer) and not _profiler_enabled():
-        step.__wrapped__(optimizer)
-    else:
-        optimizer.step()
 
 
 class TrainStep(ModelStep[Tensor]):
