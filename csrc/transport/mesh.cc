@@ -217,12 +217,16 @@ bool Mesh::mustHandshakesEndFirst() {
 // Adds a handshake. If there are too many, closes one, so that unauthenticated connections cannot exhaust descriptors:
 // preferably one without a hello, and of those the oldest.
 PendingConnection& Mesh::addPending(PendingConnection incoming) {
-  if (pending_.size() >= endpoint_->maxPending() && !mustHandshakesEndFirst()) {
+  while (pending_.size() >= endpoint_->maxPending() && !mustHandshakesEndFirst()) {
     const auto order = [](const PendingConnection& one) { return std::make_pair(one.challengeSent, one.deadline); };
     const auto first = std::min_element(pending_.begin(), pending_.end(), [&](const auto& a, const auto& b) {
       return order(a.second) < order(b.second);
     });
-    closePending(first->first);
+    const int oldest = first->first;
+    const bool heard = first->second.challengeSent;
+    if (!heard) continueHandshake(first->second);  // its hello may have come meanwhile
+    const auto still = pending_.find(oldest);
+    if (still != pending_.end() && still->second.challengeSent == heard) closePending(oldest);
   }
   const int fd = incoming.connection.fd();
   watch(fd, EPOLLIN, true);
