@@ -69,6 +69,7 @@ CASES = {
         {"repeat": 1, "steps": 60, "peers": ("spark_elastic",), "plans": ("none",)},
         minutes=20,
     ),
+    "host_step": Case("gpu:measure", {"device": "pretend", "cases": (6,)}, ONE_ROUND),
     "loop_memory": Case("memory:measure_loops", small={"megabytes": 1024}, minutes=15),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}, minutes=15),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}, minutes=8),
