@@ -76,7 +76,7 @@ torchrun (recovery), pyspark's TorchDistributor (starts), a deepcopy of the stat
 torch's TCPStore and torchrun's rendezvous (control_plane),
 pyarrow's reads of row groups (reader), torch's DataLoader (images) and other loaders (row_loader), the table's own
 order (row_order), rows shuffled one by one, or 16 lanes (mixing), the same calls before footers became arrays
-(many_files), a plain loop on the same GPU (gpu), the engine alone (bulk_recovery), float32 where a row says so; ours
+(many_files), a plain loop on the same GPU (gpu) or device (host_step), the engine alone (bulk_recovery), float32 where a row says so; ours
 and the peer ran in turns. Beside memory and loop_memory stands their bound.
 
 | benchmark | case | ours | peer | ratio |
@@ -144,6 +144,7 @@ it writes some.
 CASES = (
     ("allreduce", "4 KB, 2 ranks, shared memory"),
     ("allreduce", "4 MB, 2 ranks, sockets"),
+    ("allreduce", "4 MB, 2 ranks, sockets with TLS"),
     ("allreduce", "4 MB, 2 ranks, in shared memory"),
     ("training_step", "25 M parameters in 160 tensors, 2 ranks: step"),
     ("training_step", "25 M parameters in 160 tensors, 2 ranks: added"),
@@ -246,6 +247,7 @@ CASES = (
     ("gpu", "transformer of 19 M parameters, float32, 64 rows"),
     ("gpu", "commit of a transformer of 19 M parameters with AdamW"),
     ("gpu", "convolutions and BatchNorm, float32, 256 rows"),
+    ("host_step", "three linear layers, float32, 8 rows: the host's time of a step"),
     ("gpu", "three linear layers, float32, 1024 rows"),
     ("commit", "pause of the training thread per commit"),
     *(
