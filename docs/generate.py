@@ -76,8 +76,9 @@ torchrun (recovery), pyspark's TorchDistributor (starts), a deepcopy of the stat
 torch's TCPStore and torchrun's rendezvous (control_plane),
 pyarrow's reads of row groups (reader), torch's DataLoader (images) and other loaders (row_loader), the table's own
 order (row_order), rows shuffled one by one, or 16 lanes (mixing), the same calls before footers became arrays
-(many_files), a plain loop on the same GPU (gpu) or device (host_step), the engine alone (bulk_recovery), float32 where a row says so; ours
-and the peer ran in turns. Beside memory and loop_memory stands their bound.
+(many_files), a plain loop on the same GPU (gpu) or device (host_step),
+the engine alone (bulk_recovery), float32 where a row says so; ours and the peer ran in turns.
+Beside memory and loop_memory stands their bound.
 
 | benchmark | case | ours | peer | ratio |
 |---|---|---|---|---|
