@@ -42,7 +42,7 @@ def test_a_job_with_checkpoints_takes_the_time_of_dalys_formula() -> None:
     assert outcome.repeated > 0
 
 
-def test_a_job_that_goes_on_with_fewer_workers_counts_each_second_of_each() -> None:
+def test_steps_of_an_elastic_job_are_in_proportion_to_its_workers() -> None:
     faults = [Fault(10.0, lambda: 1.0, lost=1, away=20.0), Fault(15.0, lambda: 2.0, lost=1, away=20.0)]
     job = Job(4, pace=float, delay=lambda: 5.0, join=lambda: 0.5)
     # 10 s of four, 4 s of three, 18 s of two, 4.5 s of three, and again four.
