@@ -151,8 +151,7 @@ class TorchTrainer(ModelTrainer):
         """Whether code of the user's, or of another library, runs between two steps, which may draw random numbers."""
         objects = self._objects
         called = self.callbacks.callbacks or objects.metrics or objects.transformation
-        is_lightning = objects.optimizer is None  # its hooks
-        return bool(called) or is_lightning or not is_plain_optimizer(self.state.optimizer)
+        return bool(called) or not is_plain_optimizer(self.state.optimizer)
 
     @property
     def bulk_seconds(self) -> float | None:
