@@ -175,13 +175,14 @@ def _copy(sources: list[tuple[int, Bytes]], memory: Bytes) -> None:
 
 
 class _BackgroundCopy:
-    """Copies what a snapshot defers, and has it kept. `torn` says afterwards whether some of it changed meanwhile."""
+    """Copies what a snapshot defers, and has it kept. It is void if some of that changes before the training thread has
+    waited for it: a counter grows when a change is complete, so that the end of the copy may lie within a change."""
 
     def __init__(self, snapshot: Snapshot, builder: SnapshotBuilder, keeper: CommitKeeper | None) -> None:
         self.snapshot, self._keeper = snapshot, keeper
-        self.torn = False
+        self.is_void = True  # until the copy is complete, whatever is raised
         self._deferred, self._counters = builder.deferred, builder.change_counters
-        self._before = [count() for count in self._counters]
+        self._before = self._look()
         self._done = threading.Lock()
 
     def start(self) -> None:
@@ -191,16 +192,28 @@ class _BackgroundCopy:
 
     def run(self) -> None:
         _copy(self._deferred, self.snapshot.memory)
-        self.torn = [count() for count in self._counters] != self._before
-        if self._keeper is not None and not self.torn:
+        if self._keeper is not None:
             self._keeper.keep(self.snapshot)
+        self.is_void = False
+        self._check()
+
+    def _check(self) -> None:
+        if not self.is_void and self._look() != self._before:
+            self.is_void = True
+            if self._keeper is not None:
+                self._keeper.begin(self.snapshot.memory)
+
+    def _look(self) -> list[tuple[int, bytes]]:
+        """Of each array its counter and first bytes, which tell of changes through `.data`: no counter shows them."""
+        sources = zip(self._counters, self._deferred, strict=True)
+        return [(count(), source[:ALIGNMENT].tobytes()) for count, (_, source) in sources]
 
     def join(self) -> None:
+        """Wait for its end; by the training thread."""
         with self._done:
-            pass
+            self._check()
 
     def _run_in_thread(self) -> None:
-        self.torn = True  # until the copy is complete, whatever is raised
         try:
             self.run()
         finally:
@@ -238,7 +251,7 @@ class SnapshotBuffer:
         if copy is None:
             return
         copy.join()
-        if not copy.torn:
+        if not copy.is_void:
             self._swap(copy.snapshot)
             return
         self._synchronous = True

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from spark_elastic.errors import StoreError
 from spark_elastic.protocol.types import Checkpoint, Fence, Phase, Position, SlotId, SlotIdentity, SlotSpec
 from spark_elastic.runs import kept_commits
 from spark_elastic.runs.kept_commits import CommitKeeper, KeptCommits
-from spark_elastic.runs.snapshot import SnapshotBuffer
+from spark_elastic.runs.snapshot import ArrayRef, SnapshotBuffer, SnapshotBuilder
 from spark_elastic.worker.slot_agent import SlotAgent
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, start_driver
 from tests.patience import until
@@ -142,6 +143,28 @@ def test_r23_nothing_stays_after_orphan_timeout(key: bytes) -> None:
         owner.commit(1)
         assert KeptCommits(key).find_newest() is not None
     until(lambda: not KeptCommits(key).list_keepers())
+
+
+def test_r23_a_commit_whose_arrays_changed_before_the_next_step_is_not_kept(
+    key: bytes, keeper: CommitKeeper
+) -> None:
+    weights, buffer = np.full(1000, 1.0), SnapshotBuffer(keeper)
+
+    def commit(step: int) -> None:
+        def capture(builder: SnapshotBuilder) -> dict[str, Any]:
+            extent = builder.add(weights.view(np.uint8), change_counter=int)
+            return {"w": ArrayRef(extent, weights.dtype.str, weights.shape), "step": step}
+
+        buffer.begin(Position(0, Phase.TRAIN, step), capture)
+
+    commit(1)
+    buffer.wait()
+    weights += 1.0
+    commit(2)
+    weights += 1.0
+    with pytest.warns(RuntimeWarning, match="does not count"):
+        buffer.wait()
+    assert read_step(KeptCommits(key).find_newest(), key) == (1, 1000)
 
 
 @pytest.mark.parametrize(

@@ -154,18 +154,21 @@ def test_r20_commits_right_before_each_step_are_never_torn() -> None:
         assert found == {float(number)}
 
 
-def test_r20_a_change_outside_of_the_optimizer_spoils_that_commit_only() -> None:
+@pytest.mark.parametrize("through_data", [False, True], ids=["in place", "through .data"])
+def test_r20_a_change_outside_of_the_optimizer_spoils_that_commit_only(through_data: bool) -> None:
+    """Also if the copy ends within the change; no counter shows one through `.data`, and it changes all values."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 22))])
     state: Any = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=1.0), batch=0)
     for number in range(1, 30):
         state.batch = number
         state.commit()
         with torch.no_grad():
-            model[0].fill_(float(number))
+            (model[0].data if through_data else model[0]).fill_(float(number))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a copy that is torn
+            warnings.simplefilter("error" if number > 1 else "ignore")  # a void commit is told once
             state.restore()
         assert len(set(model[0].detach()[:: 1 << 12].tolist())) == 1
+        assert state.batch == (number if number > 1 else 0)
     state.commit()
 
 
