@@ -25,6 +25,7 @@ from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.dataframes.file_scan import (
     FileScan,
     NoFileScan,
+    estimate_bytes,
     find_file_scan,
     make_footer_collector,
 )
@@ -61,6 +62,9 @@ from spark_elastic.tables.predicate import Predicate
 log = logging.getLogger("spark_elastic")
 
 
+WRITTEN_SOON = 32 << 20  # bytes that Spark expects of a DataFrame that is written in seconds
+
+
 class DataFrameRows(RowSource):
     """The rows of a DataFrame, wherever they are for a run; `check` looks for its files."""
 
@@ -94,6 +98,9 @@ class DataFrameRows(RowSource):
             check_validation_column(schema, data.validation)
             used.append(data.validation)
         check_distinct_names(self._df, used)
+
+    def are_written_soon(self) -> bool:
+        return self.found is None and estimate_bytes(self._df) <= WRITTEN_SOON
 
     def describe(self, record: RunRecord) -> str:
         return super().describe(record) if self._are_found(record) else "a DataFrame"

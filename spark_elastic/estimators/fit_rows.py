@@ -220,6 +220,10 @@ class RowSource(ABC):
     def check(self, request: Request) -> None:
         """Raises InvalidInput if the columns do not fit the request; starts no job but one for many files' footers."""
 
+    def are_written_soon(self) -> bool:
+        """Whether rows have to be written, and that takes a few seconds."""
+        return False
+
     def has_validation(self, request: Request) -> bool:
         """Whether there are rows to validate with after each epoch."""
         return request.config.data.validation is not None

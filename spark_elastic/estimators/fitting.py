@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic
 
 from spark_elastic.clock import SystemClock
@@ -98,9 +99,14 @@ def train_model(rows: RowSource, request: FitRequest[O], framework: Framework[O]
             payload, modules = _pickle_objects(request.objects)
             imports = list_early_imports(request.objects, (*framework.preload, *modules))
             with _show_progress(request) as listener:
-                workers = request.config.world.num_workers
-                platform.preflight(payload, store, framework.packages, workers, PAYLOAD, imports)
-                fit = FitRun(platform, rows, request, framework, store, run_id, ledger, listener, modules)
+                hosts, workers = (payload, store, framework.packages), request.config.world.num_workers
+                preflight = partial(platform.preflight, *hosts, workers, PAYLOAD, imports)
+                is_early = platform.may_import_ahead(imports) and rows.are_written_soon()
+                preflight(loads=not is_early)  # imports take as long as the rows of a small table
+                late = preflight if is_early else None
+                fit = FitRun(
+                    platform, rows, request, framework, store, run_id, ledger, listener, modules, late
+                )
                 run = resume_after_coordinator_loss(fit.run, CheckpointStore(store, run_id).read_published)
         weights = _read_weights(store, run.result)
         features = shape_features(request, run.record.load_manifest())
@@ -199,6 +205,7 @@ class FitRun(Generic[O]):
     ledger: str | None  # folder of the ledger, if there is one
     listener: ProgressListener  # shows the progress
     modules: tuple[str, ...] = ()  # modules that loading the user's objects imports
+    preflight: Callable[[], object] | None = None  # what remains of it once the rows are written
 
     def run(self) -> FinishedRun:
         """Train from the beginning, or from the newest checkpoint of an unfinished run."""
@@ -209,6 +216,8 @@ class FitRun(Generic[O]):
             if finished is not None:
                 return finished
         with materialize_rows(self.rows, self.request, self.store, run) as (record, data):
+            if self.preflight is not None:
+                self.preflight()
             manifest = record.load_manifest()
             launched = self.launch(self.build_spec(record, data, run), run)
             trained = check_replicas([json.loads(result) for result in launched.results])

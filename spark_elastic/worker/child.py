@@ -28,7 +28,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.scratch import remove_stale_folders
 from spark_elastic.protocol.types import KILLED_EXIT_CODES, SlotId, SlotIdentity, SlotSpec, WorkerId
 from spark_elastic.rendezvous import codec
-from spark_elastic.worker.forking import ForkedProcess, start_process
+from spark_elastic.worker.forking import ForkedProcess, InheritedSettings, fork_server_cache, start_process
 from spark_elastic.worker.handover import Activation, ChildFds, Header, describe_exit
 from spark_elastic.worker.stack_reader import DUMP_SIGNAL, StackReader, StackSample
 
@@ -309,6 +309,11 @@ def find_load_error(payload: bytes) -> str | None:
     except Exception as error:  # whatever user classes raise while they are unpickled
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def begin_imports(spec: SlotSpec) -> None:
+    """Start the fork server that the slot's processes come from, and leave it to its imports. Main thread only."""
+    fork_server_cache.get(InheritedSettings.capture(spec.imports, _build_environment(spec.cpus_per_worker)))
 
 
 def find_load_error_in_fork(payload: bytes, spec: SlotSpec) -> str | None:

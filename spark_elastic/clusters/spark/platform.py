@@ -113,6 +113,15 @@ class SparkPlatform(ABC):
         conf.check_settings(self._settings, self.python_settings)
         check_driver_settings(self._config, conf.is_ssl_enabled(self._settings))
 
+    def may_import_ahead(self, imports: tuple[str, ...]) -> bool:
+        """Whether hosts should begin these imports before they are needed: what a task has started lasts until a later
+        task, and no job of this session has made them."""
+        made: set[tuple[str, ...]] = vars(self._application).setdefault("_spark_elastic_imports", set())
+        is_kept = self._settings.get("spark.python.worker.reuse", "true").lower() != "false"
+        is_first = self._config.fork_workers and bool(imports) and imports not in made
+        made.add(imports)
+        return is_first and is_kept
+
     def list_warnings(self) -> list[str]:
         """Settings of the session that harm jobs without preventing them, in a sentence each."""
         return conf.find_harmful_settings(self._settings, self._find_plaintext_server())
@@ -125,16 +134,19 @@ class SparkPlatform(ABC):
         number: int,
         what: str,
         imports: tuple[str, ...] = (),
+        loads: bool = True,
     ) -> list[dict[str, str]]:
         """Check that hosts can run the job: see `probe`. Returns the facts of each executor. payload: the pickled
         program; what: the same in words. imports: early ones of the program; the checks start the fork servers that
-        workers come from."""
+        workers come from. loads: hosts load the program; False: they begin its imports, and another preflight has to
+        follow."""
         probe = replace(
             self._make_probe(needs),
             payload=payload,
             store=store,
             bind=self._choose_bind(),
             what=what,
+            loads=loads,
             encrypted=auth.is_tls_enabled(self._config, conf.is_ssl_enabled(self._settings)),
             slot=SlotSpec.from_config(self._config, address="", key=b"", attempt=0, imports=imports),
         )

@@ -23,7 +23,7 @@ from spark_elastic.config import find_interface_address
 from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous.addresses import Bind, format_address, listen, split_address
-from spark_elastic.worker.child import LOAD_SECONDS, find_load_error, find_load_error_in_fork
+from spark_elastic.worker.child import LOAD_SECONDS, begin_imports, find_load_error, find_load_error_in_fork
 from spark_elastic.worker.devices import check_host_device
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Probe:
 
     payload: bytes = b""  # cloudpickle of what workers will load; tasks get it by themselves
     what: str = "the program"  # the payload in words, for errors
+    loads: bool = True  # the payload; False: where a fork server makes its imports, they only begin
     store: Store | None = None  # the store that driver and hosts must share; None: the job uses none
     needs: tuple[str, ...] = ()  # frameworks that the job uses
     bind: Bind | None = None  # where the job's server will listen; None: it is not checked
@@ -134,6 +135,9 @@ class Probe:
 
     def _check_program(self, program: bytes) -> str | None:
         slot = self.slot if self.slot is not None and self.slot.forks_imports else None
+        if slot is not None and not self.loads:
+            begin_imports(slot)
+            return None
         try:
             error = find_load_error(program) if slot is None else find_load_error_in_fork(program, slot)
         except TimeoutError:

@@ -8,6 +8,7 @@ no job. Runs in the caller's thread.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,6 +74,18 @@ def find_file_scan(df: DataFrame, names: Sequence[str]) -> FileScan:
     if leaf == "iceberg":
         return _find_iceberg(selected, columns)
     return _find_files(selected, columns, leaf)
+
+
+def estimate_bytes(df: DataFrame) -> float:
+    """What Spark expects of the DataFrame, whose rows may take more; infinity if it does not tell."""
+    try:
+        frame: Any = vars(df)["_jdf"]
+        return int(str(frame.queryExecution().optimizedPlan().stats().sizeInBytes()))
+    except (
+        Exception
+    ) as error:  # Spark Connect, access is denied, or the plan cannot be optimized, as the fit will say
+        log.debug("no size is known: %s", error)
+        return math.inf
 
 
 def _explain(df: DataFrame) -> str:

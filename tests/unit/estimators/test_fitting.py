@@ -20,7 +20,7 @@ import torch
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.manifest import Column
 from spark_elastic.data.store import Store
-from spark_elastic.errors import InvalidInput, StoreError
+from spark_elastic.errors import InvalidInput, PreflightError, StoreError
 from spark_elastic.estimators import fitting, torch_estimator
 from spark_elastic.estimators.fit_rows import RunResult
 from spark_elastic.estimators.fitting import (
@@ -122,6 +122,17 @@ def train(rows: Rows, store: Store, transformation: Any = None) -> Any:
     return FitRun(None, rows, wanted, FRAMEWORK, store, "r", None, None).run()  # type: ignore[arg-type]
 
 
+def test_a_program_that_hosts_cannot_load_leaves_no_rows_that_were_written_meanwhile(order: list[str]) -> None:
+    store = make_memory_store()
+    refuse = Mock(side_effect=PreflightError("host h cannot load"))
+    wanted = request(store="memory://x", feature_cols=("x",), objects=SimpleNamespace(transformation=None))
+    fit: Any = FitRun(None, Rows(order), wanted, FRAMEWORK, store, "r", None, None, (), refuse)  # type: ignore[arg-type]
+    with pytest.raises(PreflightError, match="host h cannot load"):
+        fit.run()
+    assert "remove rows" in order
+    assert not store.list("runs/r/rows")
+
+
 def test_p7_checkpoints_stay_until_the_result_is_read(order: list[str]) -> None:
     store = make_memory_store()
     train(Rows(order), store)
@@ -168,7 +179,10 @@ def test_p7_a_run_that_ends_while_another_fit_waits_in_its_preflight_is_not_trai
     class OtherDriverEndsIt:
         master = "yarn"
 
-        def preflight(self, *given: Any) -> None:
+        def may_import_ahead(self, imports: tuple[str, ...]) -> bool:
+            return False
+
+        def preflight(self, *given: Any, loads: bool) -> None:
             logging.getLogger("spark_elastic.spark").info("what the preflight says")
             store.write_bytes(ended.model, b"w")
             ended.save(store, "r")
