@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from spark_elastic.worker import entry
+from spark_elastic.worker.handover import ADOPT, FORK, STARTED, ChildFds
 from spark_elastic.worker.imports import import_early, import_followers
 
 IDLE_SECONDS = 60.0  # as long as Spark keeps a Python worker without a task
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
 FORK_AWARE_THREADS = frozenset({"jemalloc_bg_thd"})  # pyarrow's, which is started anew
-DESCRIPTORS = 6  # of a request: standard input and output, `entry.ChildFds`, and where the answer goes
-FORK = b"fork"
-ADOPT, STARTED = b"adopt", b"started"  # the slot will adopt it; it has started
+DESCRIPTORS = 6  # of a request: standard input and output, `ChildFds`, and where the answer goes
 _HIGH_DESCRIPTOR = 512  # descriptors that must not occupy low numbers are moved to here and above
 
 
@@ -285,7 +284,7 @@ def _run_training_process(descriptors: list[int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    entry.run(entry.ChildFds(status, activity, stacks))
+    entry.run(ChildFds(status, activity, stacks))
 
 
 def _look_like_entry() -> None:

@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
-from spark_elastic.worker import entry, fork_server
-from spark_elastic.worker.entry import ChildFds
-from spark_elastic.worker.fork_server import ADOPT, FORK, STARTED
+from spark_elastic.worker.handover import ADOPT, ENTRY, FORK, FORK_SERVER, IMPORT_LATER, STARTED, ChildFds
 
 log = logging.getLogger("spark_elastic.worker")
 
@@ -70,7 +68,7 @@ class ForkServer:
             arguments = [str(os.getpid()), str(imports.fileno())]
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", fork_server.__name__, *arguments],
+                    [sys.executable, "-m", FORK_SERVER, *arguments],
                     stdin=theirs.fileno(),
                     pass_fds=[imports.fileno()],
                     stdout=theirs.fileno(),
@@ -137,7 +135,7 @@ def start_process(
 
     def spawn(stdin: int, stdout: int, *arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", entry.__name__, *arguments],
+            [sys.executable, "-m", ENTRY, *arguments],
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.STDOUT,
@@ -227,7 +225,7 @@ class ForkedProcess:
         with self._lock:
             if process is None and not self._killed:
                 self._server.failed = True
-                arguments = [entry.IMPORT_LATER] if self._died_importing else []
+                arguments = [IMPORT_LATER] if self._died_importing else []
                 self._process = self._spawn(*self._streams, *arguments)
             elif process is not None:
                 self._process = process
