@@ -103,7 +103,9 @@ def test_a_schema_says_where_no_value_is_null() -> None:
     declared.validate(full=True)
     assert declared.to_pydict() == rows.to_pydict()
     assert [field.name for field in declared.schema if not field.nullable] == ["number", "list", "no element"]
-    elements = {field.name: field.type.value_field for field in declared.schema if pa.types.is_list(field.type)}
+    elements = {
+        field.name: field.type.value_field for field in declared.schema if pa.types.is_list(field.type)
+    }
     assert [name for name, element in elements.items() if not element.nullable] == ["list", "no list"]
     assert {element.name for element in elements.values()} == {"element"}
 
