@@ -14,6 +14,7 @@ What is outside of training is nearly all before its first step; a short fit has
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -38,7 +39,8 @@ from benchmarks.parts.spark import make_estimator, open_session
 from spark_elastic import ElasticTorchEstimator, ElasticTorchModel, Rows
 
 WORKERS, WIDTH, BATCH = 2, 256, 512
-MAINS = {"spark_elastic.worker.entry", "spark_elastic.worker.fork_server"}
+SERVER = "spark_elastic.worker.fork_server"
+MAINS = {"spark_elastic.worker.entry", SERVER}
 GROUP_BYTES = 64 << 20
 BOUND = 1 << 30
 LOOP_WORKERS, LOOP_BATCH, LOOP_BOUND = 3, 3072, 700 << 20
@@ -84,13 +86,25 @@ def _workers() -> dict[int, int]:
     for process in psutil.Process().children(recursive=True):
         try:
             if MAINS.intersection(process.cmdline()):
-                slot = process.parent()
-                if slot is not None:
-                    totals[slot.pid] = totals[slot.pid] or slot.memory_full_info().pss
-                    totals[slot.pid] += process.memory_full_info().pss
+                slot = psutil.Process(_find_slot(process))
+                totals[slot.pid] = totals[slot.pid] or slot.memory_full_info().pss
+                totals[slot.pid] += process.memory_full_info().pss
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # it ended meanwhile
     return totals
+
+
+def _find_slot(process: psutil.Process) -> int:
+    """The slot task of a worker or a fork server: the parent, or whom a fork of another slot's server serves: it has a
+    pidfd of that process."""
+    parent = psutil.Process(process.ppid())
+    if SERVER not in parent.cmdline():
+        return parent.pid
+    if SERVER not in process.cmdline():
+        return _find_slot(parent)
+    places = Path(f"/proc/{process.pid}/fdinfo").iterdir()
+    held = {int(pid) for place in places for pid in re.findall(r"^Pid:\s*(\d+)", place.read_text(), re.M)}
+    return next(pid for pid in held if psutil.Process(pid).ppid() != process.pid)
 
 
 @dataclass(frozen=True)

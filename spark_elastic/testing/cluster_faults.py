@@ -20,6 +20,7 @@ from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.data.store import Store, parse_store_url
 from spark_elastic.errors import InvalidInput
 from spark_elastic.training.torch.callbacks import Callback, Training
+from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.entry import shut_down_connections
 
 FaultKind = Literal["kill worker", "kill slot", "kill executor", "stop", "cut", "slow", "drain"]
@@ -126,10 +127,10 @@ class ClusterFaults:
 def _find_target(kind: FaultKind) -> int:
     """The process that gets the signal. Raises InvalidInput: no executor is among this worker's ancestors."""
     if kind == "kill slot":
-        return os.getppid()
+        return get_process_context().slot
     if kind not in ("kill executor", "drain"):
         return os.getpid()
-    pid = os.getpid()
+    pid = get_process_context().slot
     while pid > 1:
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         if b"ExecutorBackend" in Path(f"/proc/{pid}/cmdline").read_bytes():

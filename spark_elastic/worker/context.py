@@ -230,6 +230,7 @@ class ProcessContext(Scope):
         super().__init__()
         self.device = "cpu"  # what this process trains on: "cpu", "cuda", or another device type of torch
         self.files = ""  # folder of the files that Spark's user added; "": Spark did not start the slot
+        self.slot = os.getppid()  # process id of the slot, which may not be the parent
         self.commit_keeper: CommitKeeper | None = None  # None: the job has no run, or keeps none
         self.worker: WorkerContext | None = None  # None: this process is no worker
         self.call = Scope()  # what one call of the user's function shares, through all its worlds
@@ -237,8 +238,7 @@ class ProcessContext(Scope):
         self.is_initialized = False  # whether `init` of one of Horovod's interfaces was called
 
 
-# Module state, since Horovod's API consists of functions without an argument for it.
-_process = ProcessContext()
+_process = ProcessContext()  # module state, since Horovod's functions have no argument for it
 
 
 def get_process_context() -> ProcessContext:

@@ -53,8 +53,9 @@ _HOST_POLL = 0.005  # seconds between two looks at the executor's JVM
 def main(fds: ChildFds | None = None) -> int:
     channel = sys.stdin.buffer
     header = codec.from_line(Header, channel.readline())
-    fds = fds or header.fds
-    die_with_parent(header.parent)
+    if fds is None:  # else its fork server has seen to it
+        fds = header.fds
+        die_with_parent(header.parent)
     end_forks_with_process()
     stop_ignoring_interrupts()
     clock = SystemClock()
@@ -122,7 +123,7 @@ def _load_program(payload: bytes, header: Header) -> tuple[Program | None, tuple
         with exit_forks():
             apply_device(header.spec, header.identity, os.environ)
             context, spec = get_process_context(), header.spec
-            context.files = header.identity.files
+            context.files, context.slot = header.identity.files, header.parent
             if spec.commit_key is not None:
                 context.commit_keeper = CommitKeeper(spec.commit_key, spec.attempt, spec.orphan_timeout)
             program: Program = cloudpickle.loads(payload)
@@ -213,8 +214,7 @@ def exit_with_process(pid: int) -> None:
 def shut_down_connections(*families: socket.AddressFamily) -> None:
     """Break the connections of this process, of these families or all; both ends notice at once."""
     for name in os.listdir("/proc/self/fd"):
-        # It was closed meanwhile, or has no peer: one that listens must not be shut down.
-        with suppress(OSError):
+        with suppress(OSError):  # it was closed meanwhile, or has no peer: one that listens stays
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
                     if not families or connection.family in families:

@@ -1,16 +1,19 @@
 """Starts training processes, forked from a fork server or spawned: a `ForkedProcess` has the same methods.
 
-A slot's process keeps one `ForkServer`; later jobs use it, too, if Spark reuses its Python worker. If no process comes
-out of the server, for whatever reason, one is spawned instead. The process's first lines say so to the user.
+A slot's process keeps one `ForkServer`; later jobs use it, too, if Spark reuses its Python worker. An executor's first
+slot starts it, and that forks the others' servers. If no process comes out of the server, for whatever reason, one is
+spawned instead. The process's first lines say so to the user.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -23,11 +26,23 @@ from pathlib import Path
 from typing import IO
 
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
-from spark_elastic.worker.handover import ADOPT, ENTRY, FORK, FORK_SERVER, IMPORT_LATER, STARTED, ChildFds
+from spark_elastic.runs.keeper import find_peer, read_start
+from spark_elastic.worker.handover import (
+    ADOPT,
+    ANSWER_WITHIN,
+    ENTRY,
+    FORK,
+    IMPORT_LATER,
+    SERVE,
+    STARTED,
+    ChildFds,
+)
 
+Popen = subprocess.Popen[bytes]
 log = logging.getLogger("spark_elastic.worker")
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+SPARK_SECRET = "PYTHON_WORKER_FACTORY_SECRET"  # which Spark's Python workers of an executor share
 
 
 @dataclass(frozen=True)
@@ -36,62 +51,102 @@ class InheritedSettings:
 
     imports: tuple[str, ...] = field(repr=False)  # early ones of the program, made by the server
     environment: Mapping[str, str] = field(repr=False)  # of the server
-    others: tuple[object, ...] = ()  # folder, umask, limits, signal mask, processors and so on
+    others: tuple[object, ...] = ()  # folder, umask, limits, signal mask, processors, process group and so on
 
     @classmethod
     def capture(cls, imports: tuple[str, ...], environment: Mapping[str, str]) -> InheritedSettings:
         """With what a process that this one starts now would inherit."""
         kinds = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
         limits = tuple(map(resource.getrlimit, kinds))
-        mask = frozenset(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-        processors = frozenset(os.sched_getaffinity(0))
+        mask = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        processors = sorted(os.sched_getaffinity(0))
         status = Path("/proc/self/status").read_text(errors="replace").splitlines()
         umask = [line for line in status if line.startswith("Umask:")]
-        others = sys.executable, os.getcwd(), *umask, limits, mask, processors, os.nice(0)
+        others = sys.executable, os.getcwd(), *umask, limits, mask, processors, os.nice(0), os.getpgid(0)
         return cls(imports, environment, others)
+
+    def find_address(self) -> str | None:
+        """Where slots of one executor that have the same settings meet: an abstract name, which others cannot guess
+        and which tells them nothing, for the environment holds a secret. None: this is no Python worker of Spark's."""
+        if SPARK_SECRET not in self.environment:
+            return None
+        parent, variables = os.getppid(), sorted(self.environment.items())
+        settings = parent, read_start(parent), os.getuid(), self.imports, variables, self.others
+        return f"\0spark-elastic-{hashlib.sha256(repr(settings).encode()).hexdigest()}"
 
 
 @dataclass(eq=False, repr=False)
 class ForkServer:
     settings: InheritedSettings
-    process: subprocess.Popen[bytes]
     requests: socket.socket
+    process: Popen | None  # None: another slot's server forks it
     failed: bool = False  # a request failed: no more are sent
+    pid: int | None = None  # None: not known before its first process
 
     @classmethod
-    def start(cls, settings: InheritedSettings) -> ForkServer:
-        """Start it. It ends with the calling thread, which must outlive it."""
+    def start(cls, settings: InheritedSettings, may_ask: bool) -> ForkServer:
+        """Start it. It ends with the calling thread, which must outlive it. may_ask: or ask another slot's server."""
         requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, os.fdopen(os.memfd_create("elastic-imports"), "wb") as imports:
-            imports.write(json.dumps(settings.imports).encode())
-            imports.flush()
-            arguments = [str(os.getpid()), str(imports.fileno())]
+        process, address = None, settings.find_address()
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", FORK_SERVER, *arguments],
-                    stdin=theirs.fileno(),
-                    pass_fds=[imports.fileno()],
-                    stdout=theirs.fileno(),
-                    stderr=subprocess.STDOUT,
-                    env=dict(settings.environment),
-                )
+                is_first = address is not None and _listen(listener, address)
+                if is_first or address is None or not may_ask or not _ask_other_slot(theirs, address):
+                    process = _start_process(settings, theirs, [listener.fileno()] if is_first else [])
             except OSError:
                 requests.close()
                 raise
-        return cls(settings, process, requests)
+        return cls(settings, requests, process, pid=None if process is None else process.pid)
 
-    @property
-    def pid(self) -> int | None:
-        return self.process.pid if self.process.poll() is None else None
-
-    def request(self, descriptors: tuple[int, ...]) -> None:
-        """Request a process, with its standard input and output, its `ChildFds`, and the server's end of a socket."""
-        socket.send_fds(self.requests, [FORK], descriptors)
+    def is_running(self) -> bool:
+        if self.process is not None:
+            return self.process.poll() is None
+        try:
+            return bool(self.requests.recv(1, socket.MSG_DONTWAIT))
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """Its processes live on."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
         self.requests.close()
+
+
+def _listen(listener: socket.socket, address: str) -> bool:
+    """Whether this slot is the first one there."""
+    with suppress(OSError):
+        listener.bind(address)
+        listener.listen()
+        return True
+    return False
+
+
+def _ask_other_slot(requests: socket.socket, address: str) -> bool:
+    """Ask its server for one that serves these requests and ends with this process."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.settimeout(ANSWER_WITHIN)
+        other.connect(address)
+        if find_peer(other)[1] == os.getuid():
+            with open(os.pidfd_open(os.getpid()), "rb", 0) as slot:
+                socket.send_fds(other, [SERVE], [requests.fileno(), slot.fileno()])
+            return True
+    return False
+
+
+def _start_process(settings: InheritedSettings, requests: socket.socket, listener: list[int]) -> Popen:
+    with os.fdopen(os.memfd_create("elastic-settings"), "wb") as file:
+        file.write(json.dumps([settings.imports, *listener]).encode())
+        file.flush()
+        return subprocess.Popen(
+            [sys.executable, "-m", FORK_SERVER, str(os.getpid()), str(file.fileno())],
+            stdin=requests.fileno(),
+            pass_fds=[file.fileno(), *listener],
+            stdout=requests.fileno(),
+            stderr=subprocess.STDOUT,
+            env=dict(settings.environment),
+        )
 
 
 class ForkServerCache:
@@ -102,18 +157,21 @@ class ForkServerCache:
 
     @property
     def pid(self) -> int | None:
-        return None if self._server is None else self._server.pid
+        """Of a server that runs; another slot's is known with its first process."""
+        return self._server.pid if self._server is not None and self._server.is_running() else None
 
     def get(self, settings: InheritedSettings) -> ForkServer | None:
         """A server with these settings, started now if necessary. None: such a server has failed."""
+        may_ask = True
         if self._server is not None and self._server.settings == settings:
-            if self._server.failed:
+            if self._server.failed and self._server.process is not None:
                 return None
-            if self._server.pid is not None:
+            may_ask = not self._server.failed
+            if may_ask and self._server.is_running():
                 return self._server
         self.close()
         try:
-            self._server = ForkServer.start(settings)
+            self._server = ForkServer.start(settings, may_ask)
         except OSError as error:
             log.debug("no fork server could be started: %s", error)
         return self._server
@@ -129,11 +187,11 @@ fork_server_cache = ForkServerCache()  # it outlives the slots and jobs of this 
 
 def start_process(
     fds: ChildFds, imports: tuple[str, ...] | None, environment: Mapping[str, str]
-) -> ForkedProcess | subprocess.Popen[bytes]:
+) -> ForkedProcess | Popen:
     """Start a process that runs `entry`. Main thread only. imports: of the fork server; None: spawn.
     fds: the process's; `fds.status` is closed in this process once the new one has it."""
 
-    def spawn(stdin: int, stdout: int, *arguments: str) -> subprocess.Popen[bytes]:
+    def spawn(stdin: int, stdout: int, *arguments: str) -> Popen:
         return subprocess.Popen(
             [sys.executable, "-m", ENTRY, *arguments],
             stdin=stdin,
@@ -152,45 +210,53 @@ def start_process(
     return process
 
 
-class AdoptedProcess:
-    """A child of this process that another process started. Any thread."""
+class ServedProcess:
+    """A process that a fork server has forked. Any thread."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, pidfd: int, reply: socket.socket | None) -> None:
+        """reply: where its server reports its end; None: it is a child of this process."""
         self.pid = pid
+        self._pidfd, self._reply = pidfd, reply
         self._lock = threading.Lock()
-        self._ended = False
 
     def wait(self) -> int:
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:  # its pid may be reused as soon as it is reaped
-            self._ended = True
-            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if self._reply is None:
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        else:
+            with self._reply:
+                code = int(_receive(self._reply)[0] or -signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)  # if its server has died without a word
+            ended = select.poll()
+            ended.register(self._pidfd, select.POLLIN)
+            ended.poll()
+        with self._lock:
+            os.close(self._pidfd)
+            self._pidfd = -1  # it has ended
+        return code
 
     def send_signal(self, number: int) -> None:
-        with self._lock:
-            if not self._ended:
-                os.kill(self.pid, number)
+        with self._lock, suppress(ProcessLookupError):
+            if self._pidfd >= 0:
+                signal.pidfd_send_signal(self._pidfd, number)
 
 
 class ForkedProcess:
     """A process from a fork server, or a spawned one if that fails, with the methods of `subprocess.Popen`. It begins
     to exist inside `wait`, for the server may be importing; one that is killed before is never started."""
 
-    def __init__(
-        self, server: ForkServer, fds: ChildFds, spawn: Callable[..., subprocess.Popen[bytes]]
-    ) -> None:
+    def __init__(self, server: ForkServer, fds: ChildFds, spawn: Callable[..., Popen]) -> None:
         """spawn: starts a process with this standard input and output, and further arguments."""
         self._server = server
         self._spawn = spawn
         self._lock = threading.Lock()
-        self._process: AdoptedProcess | subprocess.Popen[bytes] | None = None
+        self._process: ServedProcess | Popen | None = None
         self._killed = False
         self._died_importing = False  # the server, as another process might
         self._reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._streams, self.stdin, self.stdout = _open_pipes()
         self._status = fds.status
         with theirs, suppress(OSError):  # the server is gone; `wait` will read end of file as its reply
-            server.request((*self._streams, *astuple(fds), theirs.fileno()))
+            socket.send_fds(server.requests, [FORK], [*self._streams, *astuple(fds), theirs.fileno()])
 
     @property
     def pid(self) -> int | None:
@@ -220,8 +286,8 @@ class ForkedProcess:
                 with suppress(OSError):  # the other end is closed
                     self._reply.shutdown(socket.SHUT_RDWR)
 
-    def _begin(self) -> AdoptedProcess | subprocess.Popen[bytes] | None:
-        process = self._adopt()
+    def _begin(self) -> ServedProcess | Popen | None:
+        process = self._take_over()
         with self._lock:
             if process is None and not self._killed:
                 self._server.failed = True
@@ -233,25 +299,28 @@ class ForkedProcess:
                     process.send_signal(signal.SIGKILL)
             return self._process
 
-    def _adopt(self) -> AdoptedProcess | None:
-        answer, *notes = _receive(self._reply).decode(errors="replace").split("\n")
-        forked = answer.isdigit()
+    def _take_over(self) -> ServedProcess | None:
+        said, pidfds = _receive(self._reply)
+        answer, *notes = said.split("\n")
         self._died_importing = not answer
-        if not forked and not self._killed:
+        if not pidfds and not self._killed:
             notes = [f"no process can be forked, so each starts anew: {answer or 'the fork server is gone'}"]
         for note in notes:
             os.write(self._streams[1], f"{SLOT_LINE_PREFIX}{note}\n".encode())
-        if not forked:
+        if not pidfds:
             return None
-        pid = int(answer)
+        pid, self._server.pid = map(int, answer.split())
+        is_adopted = self._server.process is not None
         with _adopt_orphans():
             with suppress(OSError):  # the server is gone; then nothing is received
                 self._reply.send(ADOPT)
-            started = _receive(self._reply) == STARTED
-        process = AdoptedProcess(pid)
+            started = _receive(self._reply)[0] == STARTED
+        process = ServedProcess(pid, pidfds[0], None if is_adopted else self._reply.dup())
         try:
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if is_adopted:
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
+            os.close(pidfds[0])
             return None  # it was not adopted and ends by itself
         if not started:  # the server died meanwhile; the process may have begun to read its input
             process.send_signal(signal.SIGKILL)
@@ -287,7 +356,9 @@ def _open_pipes() -> tuple[tuple[int, int], IO[bytes], IO[bytes]]:
     return (theirs_in, theirs_out), os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
 
 
-def _receive(reply: socket.socket) -> bytes:
+def _receive(reply: socket.socket) -> tuple[str, list[int]]:
+    """A message, "" at the end, and the descriptors with it."""
     with suppress(OSError):
-        return reply.recv(1 << 16)
-    return b""
+        said, descriptors, _, _ = socket.recv_fds(reply, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
+        return said.decode(errors="replace"), descriptors
+    return "", []

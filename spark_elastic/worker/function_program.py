@@ -98,8 +98,7 @@ class FunctionProgram:
         worker = get_context()
         assert worker is not None
         handle.process_values.pop(ENTERED, None)
-        # Not before the first call, which may use what its modules created when they were imported.
-        if self._ran:
+        if self._ran:  # the first call may use what its modules created when they were imported
             start_call()
             destroy_process_group()
         self._ran = True
@@ -125,8 +124,7 @@ class FunctionProgram:
             last = (get_context() or worker).group or group  # it may have gone on to later worlds
             return Completed(encode_result(value, last.rank))
         except MismatchError as error:
-            # Another world would not help.
-            raise InvalidInput(
+            raise InvalidInput(  # another world would not help
                 f"the workers' collectives do not match: {error}; let all ranks call the same ones, with the same "
                 "names, shapes and dtypes."
             ) from error

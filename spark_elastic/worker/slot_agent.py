@@ -61,7 +61,6 @@ STOP_GRACE = 3.0  # seconds that a worker told to stop gets before its slot kill
 JOIN_GRACE, FORK_GRACE = 1.0, 0.25
 LAST_LINES_WAIT = 2.0  # seconds for sending the last log lines to the driver
 THREAD_END_WAIT = 5.0  # seconds for threads whose requests were cancelled
-
 HEARTBEAT_PATIENCE = 1.0  # intervals for which a heartbeat's answer is awaited; more is a lease
 
 R = TypeVar("R")
@@ -169,9 +168,7 @@ class SlotAgent:
     def _handle_exit(self, child: Child, code: int) -> None:
         try:
             if child is self._spare:
-                self._spare = (
-                    None  # no other one before the worker's next crash: spares could crash in a loop
-                )
+                self._spare = None  # the next one after the worker's next crash: spares could crash in a loop
             elif child is self._active:
                 assert child.worker is not None
                 killed = self._oom_kills.is_oom_kill(code)

@@ -51,6 +51,7 @@ from tests.spark.cluster import (  # noqa: E402
     StandaloneCluster,
     cluster_environment,
     find_executor,
+    find_slot,
     start_session,
 )
 from tests.specification import check_journal  # noqa: E402
@@ -134,7 +135,8 @@ class Killer(threading.Thread):
             try:
                 process = psutil.Process(victim.pid)
                 kind = KINDS[number % len(KINDS)]
-                target = {"child": process, "slot task": process.parent()}.get(kind) or find_executor(process)
+                slot = psutil.Process(find_slot(process))
+                target = {"child": process, "slot task": slot}.get(kind) or find_executor(process)
             except (psutil.NoSuchProcess, StopIteration):
                 continue
             if phase is None or self._await_phase(victim, phase):

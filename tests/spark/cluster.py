@@ -29,6 +29,7 @@ JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData"
 # The classes that Spark loads, as class_archive.py writes them: a JVM maps them instead of reading them from jars.
 CLASS_ARCHIVE = ROOT / "build" / "spark-classes.jsa"
 START_SECONDS = 180.0
+ENTRY, SERVER = "spark_elastic.worker.entry", "spark_elastic.worker.fork_server"
 EXECUTOR = "CoarseGrainedExecutorBackend"  # a word of an executor's command line
 
 _LIBC = ctypes.CDLL(None)
@@ -158,8 +159,9 @@ class StandaloneCluster:
 
     def training_children(self, executor: int) -> list[psutil.Process]:
         """The training processes and warm spares of an executor. A slot task that is over may keep its fork server."""
-        found = [child for task in self.slot_tasks(executor) for child in _children(task.pid)]
-        return [child for child in found if "spark_elastic.worker.entry" in read_command(child)]
+        tasks = {task.pid for task in self.slot_tasks(executor)}
+        everything = (process for process in psutil.process_iter() if ENTRY in read_command(process))
+        return [process for process in everything if find_slot(process) in tasks]
 
     def stop(self) -> None:
         """End everything; raises if a process of the cluster is still there afterwards."""
@@ -252,7 +254,22 @@ def _children(pid: int, recursive: bool = False) -> list[psutil.Process]:
 
 def find_executor(process: psutil.Process) -> psutil.Process:
     """The executor's JVM in which a worker runs, or a slot task."""
-    return next(p for p in process.parents() if EXECUTOR in " ".join(p.cmdline()))
+    slot = psutil.Process(find_slot(process))
+    return next(p for p in (slot, *slot.parents()) if EXECUTOR in " ".join(p.cmdline()))
+
+
+def find_slot(process: psutil.Process) -> int:
+    """The slot task of a training process, 0 if it has ended: the parent, or whom the fork server that is the parent
+    serves, whose pidfd it holds."""
+    try:
+        parent = process.ppid()
+        if SERVER not in read_command(psutil.Process(parent)):
+            return parent
+        places = Path(f"/proc/{parent}/fdinfo").iterdir()
+        held = {int(pid) for place in places for pid in re.findall(r"^Pid:\s*(\d+)", place.read_text(), re.M)}
+        return next(pid for pid in held if psutil.Process(pid).ppid() != parent)
+    except (OSError, psutil.NoSuchProcess, StopIteration):
+        return 0
 
 
 def read_command(process: psutil.Process) -> list[str]:

@@ -23,7 +23,7 @@ from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
 from spark_elastic.worker import forking
 from spark_elastic.worker.child import Child, find_load_error, find_load_error_in_fork
-from spark_elastic.worker.forking import AdoptedProcess, ForkedProcess, fork_server_cache
+from spark_elastic.worker.forking import ForkedProcess, ServedProcess, fork_server_cache
 from tests.patience import until
 
 FORKED, SPAWNED = ("json",), None
@@ -88,7 +88,7 @@ class ForkedChild:
         self._warm.get(timeout=60.0)
         made = self.child.process
         until(lambda: self.child.pid is not None)  # a process may be warm before its slot has adopted it
-        assert (isinstance(made, ForkedProcess) and isinstance(made._process, AdoptedProcess)) is self._forked
+        assert (isinstance(made, ForkedProcess) and isinstance(made._process, ServedProcess)) is self._forked
         return psutil.Process(self.child.pid)
 
     def read_message(self) -> Any:

@@ -122,7 +122,9 @@ def train(rows: Rows, store: Store, transformation: Any = None) -> Any:
     return FitRun(None, rows, wanted, FRAMEWORK, store, "r", None, None).run()  # type: ignore[arg-type]
 
 
-def test_a_program_that_hosts_cannot_load_leaves_no_rows_that_were_written_meanwhile(order: list[str]) -> None:
+def test_a_program_that_hosts_cannot_load_leaves_no_rows_that_were_written_meanwhile(
+    order: list[str],
+) -> None:
     store = make_memory_store()
     refuse = Mock(side_effect=PreflightError("host h cannot load"))
     wanted = request(store="memory://x", feature_cols=("x",), objects=SimpleNamespace(transformation=None))
