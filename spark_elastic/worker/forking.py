@@ -32,6 +32,7 @@ from spark_elastic.worker.handover import (
     ANSWER_WITHIN,
     ENTRY,
     FORK,
+    FORK_SERVER,
     IMPORT_LATER,
     SERVE,
     STARTED,
