@@ -41,7 +41,8 @@ from spark_elastic.protocol.types import START
 from spark_elastic.runs.snapshot import SnapshotBuilder
 from spark_elastic.torch import DistributedOptimizer
 from spark_elastic.worker.context import get_context
-from spark_elastic.worker.stack_sampler import StackReader, StackSampler
+from spark_elastic.worker.stack_reader import StackReader
+from spark_elastic.worker.stack_sampler import StackSampler
 
 SIZES = {"4 KB": 4 << 10, "256 KB": 256 << 10, "4 MB": 4 << 20, "64 MB": 64 << 20}
 BLOCK = 20  # modules that FSDP2 gathers together

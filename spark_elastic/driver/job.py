@@ -32,7 +32,8 @@ from spark_elastic.protocol import driver_machine
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.types import Limits, SlotSpec, heartbeat_interval
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.http_server import Bind, reserve_files
+from spark_elastic.rendezvous.addresses import Bind
+from spark_elastic.rendezvous.http_server import reserve_files
 from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from spark_elastic.rendezvous.status_app import StatusApp
 from spark_elastic.runs.checkpoint import OwnedRun

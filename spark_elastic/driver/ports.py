@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 from spark_elastic.clock import Clock
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
-from spark_elastic.protocol.types import SlotSpec
+from spark_elastic.protocol.types import SlotOutcome, SlotSpec
 
 Post = Callable[[DriverEvent], None]
 
@@ -42,14 +42,6 @@ class Discovery(Protocol):
 
 
 CANCEL_EVERY = 0.5  # seconds between two cancels of what still runs at the end
-
-
-class SlotOutcome(NamedTuple):
-    """How a slot ended, as `LaunchEnded` has it."""
-
-    reason: str  # in words, for people
-    cancelled: bool = False  # by the user or by Spark: the driver does not launch the slot again
-    executor_lost: bool = False  # it did not end by itself: the cluster reports that the executor is lost
 
 
 class ThreadPerSlotLauncher(ABC):

@@ -23,7 +23,8 @@ from spark_elastic.clusters.spark import make_platform
 from spark_elastic.clusters.spark.platform import JobSpec, SparkPlatform
 from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.readers import read_sample_row
-from spark_elastic.data.store import Store, make_scratch_folder
+from spark_elastic.data.scratch import make_scratch_folder
+from spark_elastic.data.store import Store
 from spark_elastic.driver.job import LaunchResult, make_limits
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators.fit_rows import RowSource, RunRecord, RunResult, materialize_rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum, IntEnum, IntFlag
 from functools import cached_property
 from math import isqrt
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 from spark_elastic.config import ElasticConfig
 
@@ -343,6 +343,14 @@ def format_position(position: Position | None) -> str:
 
 
 _SETTINGS = ElasticConfig()
+
+
+class SlotOutcome(NamedTuple):
+    """How a slot ended, as `LaunchEnded` has it."""
+
+    reason: str  # in words, for people
+    cancelled: bool = False  # by the user or by Spark: the driver does not launch the slot again
+    executor_lost: bool = False  # it did not end by itself: the cluster reports that the executor is lost
 
 
 @dataclass(frozen=True, kw_only=True)

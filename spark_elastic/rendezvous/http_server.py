@@ -26,59 +26,14 @@ from typing import Any, TypeAlias
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous import http1
-from spark_elastic.rendezvous.auth import Certificate
+from spark_elastic.rendezvous.addresses import (
+    Bind,
+    listen,
+)
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
 from spark_elastic.rendezvous.sockets import Sockets
 
 log = logging.getLogger("spark_elastic.rendezvous")
-
-LOOPBACK = "127.0.0.1"
-BACKLOG = 2048  # connections that the kernel holds until they are accepted
-
-
-@dataclass(frozen=True)
-class Bind:
-    host: str = LOOPBACK  # a name or an IPv4 or IPv6 address of this machine; brackets around it do not count
-    port: int = 0  # 0: any free one
-    advertise: str | None = None  # what clients dial instead of `host`
-    certificate: Certificate | None = None  # None: plain HTTP
-
-
-def listen(bind: Bind) -> socket.socket:
-    """A listening socket; `InvalidInput`: the address is not one of this machine, or the port is taken."""
-    try:
-        host, passive = bind.host.strip("[]"), socket.AI_PASSIVE
-        answers = socket.getaddrinfo(host, bind.port, type=socket.SOCK_STREAM, flags=passive)
-        family, kind, protocol, _, address = answers[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise InvalidInput(
-            f"The driver cannot listen on {bind.host} port {bind.port} ({error}): "
-            "set bind_address to an address of this machine and driver_port to a free port or 0."
-        ) from error
-    listener.setblocking(False)
-    return listener
-
-
-def listen_on_loopback(listener: socket.socket) -> socket.socket | None:
-    """On the same port of localhost, where proxies of notebooks connect; None if it is taken, as by `listener`."""
-    try:
-        return listen(Bind(LOOPBACK, listener.getsockname()[1]))
-    except InvalidInput:
-        return None
-
-
-def format_address(bind: Bind, listener: socket.socket) -> str:
-    """What clients of `listener` dial: "host:port", or "[host]:port" for IPv6."""
-    host, port = (bind.advertise or bind.host).strip("[]"), listener.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 # ---- connections

@@ -25,18 +25,9 @@ from spark_elastic.protocol.events import DriverEvent
 from spark_elastic.protocol.types import Fence, MembershipVersion, SlotId, WorkerId, World
 from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous import messages as wire
+from spark_elastic.rendezvous.addresses import Bind, format_address, listen, listen_on_loopback
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
-from spark_elastic.rendezvous.http_server import (
-    AnswerBody,
-    Bind,
-    HttpServer,
-    LongPoll,
-    Subject,
-    Wait,
-    format_address,
-    listen,
-    listen_on_loopback,
-)
+from spark_elastic.rendezvous.http_server import AnswerBody, HttpServer, LongPoll, Subject, Wait
 from spark_elastic.rendezvous.server_state import ServerState, name_generation_scope
 from spark_elastic.rendezvous.status_app import StatusApp
 

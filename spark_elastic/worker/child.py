@@ -25,13 +25,12 @@ from typing import IO
 import cloudpickle
 
 from spark_elastic.clock import Clock, SystemClock
-from spark_elastic.data.store import remove_stale_folders
+from spark_elastic.data.scratch import remove_stale_folders
 from spark_elastic.protocol.types import KILLED_EXIT_CODES, SlotId, SlotIdentity, SlotSpec, WorkerId
 from spark_elastic.rendezvous import codec
-from spark_elastic.worker.entry import Activation, ChildFds, Header
 from spark_elastic.worker.forking import ForkedProcess, start_process
-from spark_elastic.worker.program import describe_exit
-from spark_elastic.worker.stack_sampler import DUMP_SIGNAL, StackReader, StackSample
+from spark_elastic.worker.handover import Activation, ChildFds, Header, describe_exit
+from spark_elastic.worker.stack_reader import DUMP_SIGNAL, StackReader, StackSample
 
 CLOSE_WAIT = 2.0  # seconds for a killed process and its last lines
 CRASH_LINES_WAIT = 0.5  # seconds for the last lines of a process that crashed

@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NoReturn
 
 import cloudpickle
@@ -27,13 +26,14 @@ from elastic_collectives.engine import await_exit
 from spark_elastic.clock import SystemClock
 from spark_elastic.config import operations_from_env
 from spark_elastic.protocol.messages import WorkerRaised
-from spark_elastic.protocol.types import Fence, Position, SlotIdentity, SlotSpec, WorkerId, WorkerIdentity
+from spark_elastic.protocol.types import SlotSpec, WorkerIdentity
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.rendezvous.messages import DriverClient
 from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.devices import apply_device
+from spark_elastic.worker.handover import IMPORT_LATER, Activation, ChildFds, Header
 from spark_elastic.worker.imports import import_early, import_followers
 from spark_elastic.worker.loop import BeginAgain, DriverWatch, GroupConnector, WorkerLoop
 from spark_elastic.worker.program import (
@@ -47,37 +47,7 @@ from spark_elastic.worker.program import (
 from spark_elastic.worker.stack_sampler import StackSampler
 
 PR_SET_PDEATHSIG = 1
-IMPORT_LATER = "import-later"  # an argument: early imports have killed a process, and are left to the program
 _HOST_POLL = 0.005  # seconds between two looks at the executor's JVM
-
-
-@dataclass(frozen=True)
-class ChildFds:
-    """Descriptors that a training process inherits from its slot."""
-
-    status: int  # writing end of the pipe on which the process says that it is warm
-    activity: int  # file of `stack_sampler`: since when the main thread waits or works
-    stacks: int  # file of `stack_sampler`: where the main thread is
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a slot tells its child process on the first line of its standard input."""
-
-    spec: SlotSpec  # the same for all slots of the job
-    identity: SlotIdentity  # of the slot; the process's own worker id follows, once it becomes a worker
-    parent: int  # process id of the slot
-    payload_bytes: int  # length of the pickled program, which follows the header
-    fds: ChildFds  # for a process that was spawned; one that was forked has its own numbers for them
-
-
-@dataclass(frozen=True)
-class Activation:
-    """What makes a warm process a worker, on a line of its standard input."""
-
-    worker: WorkerId  # its id from now on
-    left: Fence | None = None  # as in `WorkerIdentity`
-    position: Position | None = None  # likewise
 
 
 def main(fds: ChildFds | None = None) -> int:

@@ -34,16 +34,14 @@ from typing import Any, NoReturn
 
 from spark_elastic.runs.keeper import find_peer
 from spark_elastic.worker import entry
+from spark_elastic.worker.handover import ADOPT, ANSWER_WITHIN, FORK, SERVE, STARTED, ChildFds
 from spark_elastic.worker.imports import import_early, import_followers
 
 IDLE_SECONDS = 60.0  # as long as Spark keeps a Python worker without a task
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
 FORK_AWARE_THREADS = frozenset({"jemalloc_bg_thd"})  # pyarrow's, which is started anew
-DESCRIPTORS = 6  # of a request: standard input and output, `entry.ChildFds`, and where the answer goes
+DESCRIPTORS = 6  # of a request: standard input and output, `ChildFds`, and where the answer goes
 SLOT_DESCRIPTORS = 2  # of another slot: the server's end of the socket for its requests, and the slot's pidfd
-FORK, SERVE = b"fork", b"serve"
-ADOPT, STARTED = b"adopt", "started"  # the slot has the process; it has started
-ANSWER_WITHIN = 1.0  # seconds that another slot gets for its message, and a server for its connection
 Alive = dict[int, tuple[int, socket.socket]]  # by pidfd: pid of a child (else 0), where its exit code goes
 _HIGH_DESCRIPTOR = 512  # descriptors that must not occupy low numbers are moved to here and above
 
@@ -335,7 +333,7 @@ def _run_training_process(descriptors: list[int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    entry.run(entry.ChildFds(status, activity, stacks))
+    entry.run(ChildFds(status, activity, stacks))
 
 
 def _look_like_entry() -> None:

@@ -27,9 +27,8 @@ from typing import IO
 
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
 from spark_elastic.runs.keeper import find_peer, read_start
-from spark_elastic.worker import entry, fork_server
-from spark_elastic.worker.entry import ChildFds
-from spark_elastic.worker.fork_server import ADOPT, ANSWER_WITHIN, FORK, SERVE, STARTED
+from spark_elastic.worker import handover
+from spark_elastic.worker.handover import ADOPT, ENTRY, FORK, FORK_SERVER, IMPORT_LATER, STARTED, ChildFds
 
 Popen = subprocess.Popen[bytes]
 log = logging.getLogger("spark_elastic.worker")
@@ -119,11 +118,11 @@ def _listen(listener: socket.socket, address: str) -> bool:
 def _ask_other_slot(requests: socket.socket, address: str) -> bool:
     """Ask its server for one that serves these requests and ends with this process."""
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
-        other.settimeout(ANSWER_WITHIN)
+        other.settimeout(handover.ANSWER_WITHIN)
         other.connect(address)
         if find_peer(other)[1] == os.getuid():
             with open(os.pidfd_open(os.getpid()), "rb", 0) as slot:
-                socket.send_fds(other, [SERVE], [requests.fileno(), slot.fileno()])
+                socket.send_fds(other, [handover.SERVE], [requests.fileno(), slot.fileno()])
             return True
     return False
 
@@ -133,7 +132,7 @@ def _start_process(settings: InheritedSettings, requests: socket.socket, listene
         file.write(json.dumps([settings.imports, *listener]).encode())
         file.flush()
         return subprocess.Popen(
-            [sys.executable, "-m", fork_server.__name__, str(os.getpid()), str(file.fileno())],
+            [sys.executable, "-m", FORK_SERVER, str(os.getpid()), str(file.fileno())],
             stdin=requests.fileno(),
             pass_fds=[file.fileno(), *listener],
             stdout=requests.fileno(),
@@ -186,7 +185,7 @@ def start_process(
 
     def spawn(stdin: int, stdout: int, *arguments: str) -> Popen:
         return subprocess.Popen(
-            [sys.executable, "-m", entry.__name__, *arguments],
+            [sys.executable, "-m", ENTRY, *arguments],
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.STDOUT,
@@ -284,7 +283,7 @@ class ForkedProcess:
         with self._lock:
             if process is None and not self._killed:
                 self._server.failed = True
-                arguments = [entry.IMPORT_LATER] if self._died_importing else []
+                arguments = [IMPORT_LATER] if self._died_importing else []
                 self._process = self._spawn(*self._streams, *arguments)
             elif process is not None:
                 self._process = process

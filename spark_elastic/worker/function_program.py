@@ -26,7 +26,8 @@ import cloudpickle
 
 from elastic_collectives import Group, MismatchError
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.store import Store, make_scratch_folder
+from spark_elastic.data.scratch import make_scratch_folder
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position, WorldView
 from spark_elastic.runs.checkpoint import (

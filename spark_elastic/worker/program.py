@@ -232,11 +232,6 @@ def get_exit_code(error: BaseException) -> int:
     return 1
 
 
-def describe_exit(code: int) -> str:
-    """How a process ended. code: as subprocess gives it."""
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-
-
 def exit_process(code: int) -> NoReturn:
     """End the process after `atexit` functions, for a limited time: no other thread keeps a finished worker alive."""
     late = threading.Timer(AT_EXIT_TIMEOUT, os._exit, (code,))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from spark_elastic.clock import Clock
 from spark_elastic.config import find_interface_address
@@ -38,12 +38,13 @@ from spark_elastic.rendezvous.messages import (
     SlotCommands,
     WatchSlot,
 )
-from spark_elastic.runs.kept_commits import KeptCommits
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.devices import GpuClaims
-from spark_elastic.worker.entry import Activation
 from spark_elastic.worker.forking import fork_server_cache
-from spark_elastic.worker.program import describe_exit
+from spark_elastic.worker.handover import Activation, describe_exit
+
+if TYPE_CHECKING:
+    from spark_elastic.runs.kept_commits import KeptCommits
 
 MEMORY_CHECK_EVERY = 30.0  # seconds between two checks of the memory of the slot's processes
 SPARE_RETRY = 10.0  # seconds until a spare that could not be started is tried again
@@ -81,7 +82,11 @@ class SlotAgent:
     def __post_init__(self) -> None:
         self._gpu_claims = GpuClaims()
         # What this host keeps of the run; None: the job has no run, or keeps nothing.
-        self._kept = None if self.spec.commit_key is None else KeptCommits(self.spec.commit_key)
+        self._kept: KeptCommits | None = None
+        if self.spec.commit_key is not None:
+            from spark_elastic.runs.kept_commits import KeptCommits  # it imports numpy, which takes long
+
+            self._kept = KeptCommits(self.spec.commit_key)
         self._reason: str | None = None  # why the slot ends; None: it does not
         self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._later: list[tuple[float, Callable[[], object]]] = []  # when, and what; main thread only

@@ -22,7 +22,7 @@ from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.testing.fakes import ProcessLauncher
 from spark_elastic.worker.forking import fork_server_cache
-from spark_elastic.worker.program import describe_exit
+from spark_elastic.worker.handover import describe_exit
 from tests.leaks import SessionOwned
 
 MOST = 4  # processes that wait for a job

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import spark_elastic
-from spark_elastic.data.store import make_scratch_folder
+from spark_elastic.data.scratch import make_scratch_folder
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.function_program import Module
 

@@ -18,17 +18,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from spark_elastic.clock import Clock, SystemClock
-from spark_elastic.driver.ports import Post, SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.driver.ports import Post, ThreadPerSlotLauncher
 from spark_elastic.errors import ElasticError
-from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotOutcome, SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.rendezvous.addresses import find_address_towards, is_own_address, split_address
 from spark_elastic.rendezvous.client import CONNECT_SECONDS, RendezvousClient
 from spark_elastic.worker.entry import die_with_parent, exit_with_stdin
 from spark_elastic.worker.forking import fork_server_cache
+from spark_elastic.worker.handover import describe_exit
 from spark_elastic.worker.imports import list_early_imports
 from spark_elastic.worker.pickling import pickle_for_workers
-from spark_elastic.worker.program import describe_exit
 from spark_elastic.worker.slot_agent import SlotAgent
 
 REFUSED = 3  # exit code of a host that cannot run slots; standard output says why

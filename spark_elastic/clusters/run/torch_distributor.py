@@ -11,7 +11,7 @@ from spark_elastic.checks import COUNT
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.clusters.run.call import Results, RunCall, decode_results, prepare
-from spark_elastic.data.store import make_scratch_folder
+from spark_elastic.data.scratch import make_scratch_folder
 from spark_elastic.driver.discovery import HostPoller
 from spark_elastic.driver.job import DriverOptions, supervise
 from spark_elastic.errors import InvalidInput

@@ -26,19 +26,20 @@ from spark_elastic.clock import Clock
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, mark_jobs
 from spark_elastic.clusters.spark.payload import Payload, broadcast, destroy
 from spark_elastic.clusters.spark.platform import JobSpec, MakeTask, SparkPlatform
-from spark_elastic.clusters.spark.probe import Probe, Task, await_probes, check_reports, require_report
+from spark_elastic.clusters.spark.preflight import await_probes, check_reports, require_report
+from spark_elastic.clusters.spark.probe import Probe, Task
 from spark_elastic.clusters.spark.settings import CLASSIC_PYTHON
 from spark_elastic.clusters.spark.slot_task import CONTEXT_STOPPED, classify_error
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import CombinedDiscovery
 from spark_elastic.driver.gang_scheduler import GangScheduler, get_job_queue
 from spark_elastic.driver.job import LaunchResult
-from spark_elastic.driver.ports import Discovery, Post, SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.driver.ports import Discovery, Post, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, JobCancelled, PreflightError
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.logs import announce_phase
 from spark_elastic.protocol.events import DrainRequested, HostAppeared, HostLost
-from spark_elastic.protocol.types import SlotSpec
+from spark_elastic.protocol.types import SlotOutcome, SlotSpec
 from spark_elastic.worker.pickling import pickle_for_workers
 
 if TYPE_CHECKING:

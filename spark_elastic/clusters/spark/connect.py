@@ -26,17 +26,18 @@ from spark_elastic.clusters.spark import settings as conf
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, find_own_address
 from spark_elastic.clusters.spark.payload import Payload, make_payload, make_program_payload
 from spark_elastic.clusters.spark.platform import JobSpec, MakeTask, SparkPlatform
-from spark_elastic.clusters.spark.probe import Probe, await_probes, check_reports, require_report
+from spark_elastic.clusters.spark.preflight import await_probes, check_reports, require_report
+from spark_elastic.clusters.spark.probe import Probe
 from spark_elastic.clusters.spark.slot_task import classify_error
 from spark_elastic.config import ElasticConfig
 from spark_elastic.data.store import Store
 from spark_elastic.driver.gang_scheduler import GangScheduler, get_job_queue
 from spark_elastic.driver.job import FIRST_ATTEMPT, LaunchResult
-from spark_elastic.driver.ports import Discovery, SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.driver.ports import Discovery, ThreadPerSlotLauncher
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.monitoring.logs import announce_phase
-from spark_elastic.protocol.types import SlotSpec
+from spark_elastic.protocol.types import SlotOutcome, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
 
 if TYPE_CHECKING:

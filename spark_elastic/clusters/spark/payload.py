@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spark_elastic.data.store import Store, make_scratch_folder
+from spark_elastic.data.scratch import make_scratch_folder
 from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.pickling import WorkerPickler, pickle_for_workers
 
@@ -117,12 +117,14 @@ class _SecretPickler(WorkerPickler):
     """Replaces secrets by numbers, and collects them in the order of the numbers."""
 
     def __init__(self, file: io.BytesIO, environment: object) -> None:
+        from spark_elastic.data.store import Store  # not at the top: it takes long, and slots do without
+
         super().__init__(file)
-        self._environment = environment
+        self._environment, self._store_class = environment, Store
         self.secrets: list[object] = []
 
     def persistent_id(self, obj: object) -> int | None:
-        if not isinstance(obj, Store) and (obj is None or obj is not self._environment):
+        if not isinstance(obj, self._store_class) and (obj is None or obj is not self._environment):
             return None
         for number, known in enumerate(self.secrets):
             if known is obj:

@@ -25,7 +25,7 @@ from spark_elastic.driver.ports import Discovery, ThreadPerSlotLauncher
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.types import Limits, SlotSpec
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.http_server import Bind
+from spark_elastic.rendezvous.addresses import Bind
 from spark_elastic.runs.checkpoint import OwnedRun
 from spark_elastic.worker.imports import find_packages, list_early_imports
 

@@ -1,6 +1,7 @@
 """A probe of a host: can it load the program, use the store, encrypt, and reach the driver and the other hosts?
 
-A probe runs as a short Spark task and returns a `ProbeReport`; `check_reports` turns the first fault into an error.
+A probe runs as a short Spark task and returns a `ProbeReport`; `preflight` turns the first fault into an error. Slots'
+processes import this module first, so it imports little itself.
 """
 
 from __future__ import annotations
@@ -9,27 +10,24 @@ import os
 import pickle
 import socket
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import spark_elastic
 from spark_elastic.clock import Clock, SystemClock
 from spark_elastic.clusters.spark.host_facts import collect_host_facts, find_own_address
 from spark_elastic.clusters.spark.payload import Payload
 from spark_elastic.config import find_interface_address
-from spark_elastic.data.store import Store
-from spark_elastic.driver.gang_scheduler import JobQueue, QueueTimeout
-from spark_elastic.errors import ElasticError, InvalidInput, PreflightError, StoreError
+from spark_elastic.errors import ElasticError, InvalidInput, StoreError
 from spark_elastic.protocol.types import SlotSpec
-from spark_elastic.rendezvous.addresses import split_address
-from spark_elastic.rendezvous.http_server import Bind, format_address, listen
+from spark_elastic.rendezvous.addresses import Bind, format_address, listen, split_address
 from spark_elastic.worker.child import LOAD_SECONDS, find_load_error, find_load_error_in_fork
 from spark_elastic.worker.devices import check_host_device
+
+if TYPE_CHECKING:
+    from spark_elastic.data.store import Store
 
 Task: TypeAlias = Callable[[Iterable[int]], Iterator[Any]]
 
@@ -38,7 +36,6 @@ HOLD_SECONDS = 0.2  # for which a probe keeps its core, so that the next one goe
 REACH_SECONDS = 5.0  # for a connection to the driver
 PEERS_SECONDS = 5.0  # for probes that have not come, and for those that have not finished
 DIAL_SECONDS = 3.0  # for a connection to another probe
-CANCEL_SECONDS = 5.0  # for the end of a job that was cancelled
 LOOK_EVERY = 0.1  # seconds between two looks into the store
 SHARE = "choose a place that all machines share, such as s3://, hdfs:// or a network drive."
 
@@ -166,10 +163,11 @@ class Probe:
         return None if is_same else f" reads something else than it wrote in the store {url}."
 
     def _check_network(self) -> str | None:
-        from spark_elastic.worker.entry import find_tls_problem
+        if self.encrypted:
+            from spark_elastic.worker.entry import find_tls_problem  # it imports the engine, which takes long
 
-        if self.encrypted and (refused := find_tls_problem()):
-            return f": {refused}, or set tls=False."
+            if refused := find_tls_problem():
+                return f": {refused}, or set tls=False."
         try:
             if self.slot is not None and self.slot.network_interface:
                 find_interface_address(self.slot.network_interface)
@@ -243,76 +241,6 @@ def find_unreachable_peer(store: Store, folder: str, address: str, expected: int
         listener.close()
         with suppress(StoreError):  # it is removed with the folder of all probes
             store.delete(own)
-
-
-def await_probes(
-    collect: Callable[[], list[Any]],
-    cancel: Callable[[], object],
-    queue: JobQueue,
-    timeout: float,
-    make_thread: Callable[..., threading.Thread] = threading.Thread,
-    explain: Callable[[], str | None] = lambda: None,
-) -> list[Any]:
-    """Run a job of probes in a thread of its own; cancel it if the time is over or the caller is interrupted. timeout:
-    seconds; they do not count while another job of the application trains. explain: what the cluster was doing when the
-    time was over, if that is known; called before `cancel`. Raises PreflightError: the time was over."""
-    collected: Future[list[Any]] = Future()
-
-    def work() -> None:
-        try:
-            collected.set_result(collect())
-        except Exception as error:
-            collected.set_exception(error)
-
-    queue_timeout = QueueTimeout(queue, timeout, SystemClock(), "the preflight of a job")
-    thread = make_thread(target=work, name="spark-elastic-preflight", daemon=True)
-    thread.start()
-    late, why = True, None
-    try:
-        late = not queue_timeout.join(thread)
-        why = explain() if late else None
-    finally:
-        if late:
-            cancel()
-            thread.join(CANCEL_SECONDS)
-    if late:
-        advice = "see whether the cluster has free cores, or raise start_timeout."
-        raise PreflightError(why or f"no executor took a probe within {timeout:.0f} s: {advice}")
-    return collected.result(0)
-
-
-def require_report(answer: Any) -> ProbeReport:
-    """The answer of a probe. Raises PreflightError: it could not be loaded, as the host has no spark_elastic."""
-    if isinstance(answer, ProbeReport):
-        return answer
-    host, reason, interpreter = answer
-    own = f"spark_elastic {spark_elastic.__version__}"
-    raise PreflightError(
-        f"host {host} cannot load spark_elastic with {interpreter} ({reason}), and the driver has {own} in "
-        f"{sys.executable}: set PYSPARK_PYTHON to a Python that has it on every host, install {own} there, or send it "
-        "along with ship=True."
-    )
-
-
-def check_reports(probe: Probe, reports: list[ProbeReport], reached: bool = True) -> list[dict[str, str]]:
-    """Check what all hosts found; returns the facts of each executor. reached: hosts must reach the driver. Raises
-    PreflightError: a host has a fault, or the driver does not see what a host wrote to the store."""
-    # Versions first: they explain why a program does not load.
-    faults = [*map(probe.make_host_check(), (report.facts for report in reports))]
-    faults += [report.fault for report in reports]
-    faults += [report.unreached for report in reports if reached]
-    for fault in filter(None, faults):
-        raise PreflightError(fault)
-    store = probe.store
-    for report in reports if store is not None else []:
-        assert store is not None
-        try:
-            store.read_bytes(report.written)
-        except (ElasticError, OSError) as error:
-            raise PreflightError(
-                f"the driver does not see what host {report.facts['host']} wrote to the store {store.url}: {SHARE}"
-            ) from error
-    return list({report.executor: report.facts for report in reports}.values())
 
 
 # Package -> how many leading parts of its version must be equal; None: all of it. spark_elastic exactly (hosts speak

@@ -15,10 +15,9 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import host_facts
 from spark_elastic.clusters.spark.payload import Payload
 from spark_elastic.clusters.spark.settings import ExecutorMemory
-from spark_elastic.driver.ports import SlotOutcome
 from spark_elastic.errors import ElasticError
 from spark_elastic.protocol.messages import SPARK_STOPPED
-from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotOutcome, SlotSpec
 from spark_elastic.rendezvous.addresses import split_address
 from spark_elastic.rendezvous.client import RendezvousClient
 from spark_elastic.worker.slot_agent import SlotAgent

@@ -26,7 +26,7 @@ import pyarrow.ipc
 
 from spark_elastic.data.available_memory import measure_available_memory
 from spark_elastic.data.reading.decoding import ColumnArrays, drop_views, join_batches, nbytes, open_parquet
-from spark_elastic.data.store import find_scratch_folders, make_scratch_folder
+from spark_elastic.data.scratch import find_scratch_folders, make_scratch_folder
 from spark_elastic.errors import StoreError
 
 DEFAULT_CACHE_BYTES = 128 << 20  # with it a worker stays below 1 GB: benchmarks/memory.py

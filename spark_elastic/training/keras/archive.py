@@ -21,7 +21,7 @@ import cloudpickle
 import keras
 import numpy.typing as npt
 
-from spark_elastic.data.store import make_scratch_folder
+from spark_elastic.data.scratch import make_scratch_folder
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.runs.identity import to_text
 

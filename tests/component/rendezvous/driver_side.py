@@ -21,8 +21,8 @@ from spark_elastic.protocol.events import DriverEvent, Received
 from spark_elastic.protocol.messages import DriverMessage
 from spark_elastic.protocol.types import Fence, Member, Position, World
 from spark_elastic.rendezvous import auth
+from spark_elastic.rendezvous.addresses import Bind
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from spark_elastic.rendezvous.status_app import StatusApp

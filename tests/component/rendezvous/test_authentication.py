@@ -16,8 +16,9 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.protocol.messages import Acknowledged, Heartbeat
 from spark_elastic.rendezvous import auth, http1
+from spark_elastic.rendezvous.addresses import Bind, listen
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.http_server import Bind, ConnectionLimits, HttpServer, listen
+from spark_elastic.rendezvous.http_server import ConnectionLimits, HttpServer
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, REQUESTS, VERSION, WatchSlot, path_of
 from spark_elastic.rendezvous.server import Dispatcher
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, RawClient, parse, read_all

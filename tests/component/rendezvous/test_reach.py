@@ -14,9 +14,8 @@ from spark_elastic.clock import SystemClock
 from spark_elastic.errors import DriverUnreachable, InvalidInput, Unauthorized
 from spark_elastic.protocol.messages import Heartbeat
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.addresses import find_address_towards
+from spark_elastic.rendezvous.addresses import Bind, find_address_towards
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.http_server import Bind
 from spark_elastic.rendezvous.messages import MAX_BODY_BYTES, MAX_POLL_SECONDS, LogLines, WatchSlot
 from spark_elastic.rendezvous.server import RendezvousServer, ServerCallbacks
 from tests.component.rendezvous.driver_side import ATTEMPT, KEY, PATIENCE, Driver, start_driver

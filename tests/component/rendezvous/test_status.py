@@ -14,7 +14,7 @@ from urllib.parse import urljoin
 
 import pytest
 
-from spark_elastic.rendezvous.http_server import Bind
+from spark_elastic.rendezvous.addresses import Bind
 from spark_elastic.rendezvous.server import RendezvousServer
 from tests.component.rendezvous.driver_side import PATIENCE, Visitor, get, serve_pages
 from tests.patience import until

@@ -18,7 +18,7 @@ from spark_elastic.protocol import events
 from spark_elastic.protocol.events import Received
 from spark_elastic.protocol.messages import Heartbeat, WorkerExited
 from spark_elastic.rendezvous import auth
-from spark_elastic.rendezvous.http_server import Bind
+from spark_elastic.rendezvous.addresses import Bind
 from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, WatchSlot
 from spark_elastic.rendezvous.status_app import StatusApp
 from tests.component.rendezvous.cut_connections import CuttableNetwork

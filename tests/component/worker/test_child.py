@@ -12,7 +12,7 @@ import cloudpickle
 
 from spark_elastic.protocol.types import SlotId, SlotIdentity, SlotSpec, WorkerId
 from spark_elastic.worker.child import Child
-from spark_elastic.worker.entry import Activation
+from spark_elastic.worker.handover import Activation
 
 
 def run_child(payload: bytes) -> tuple[list[str], int]:

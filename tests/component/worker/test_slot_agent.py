@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.data.store import make_scratch_folder
+from spark_elastic.data.scratch import make_scratch_folder
 from spark_elastic.protocol.events import is_heartbeat
 from spark_elastic.protocol.messages import (
     Heartbeat,

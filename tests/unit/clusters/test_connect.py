@@ -23,7 +23,7 @@ from spark_elastic.driver.discovery import JobHandle
 from spark_elastic.driver.job import LaunchResult
 from spark_elastic.errors import InvalidInput, PreflightError
 from spark_elastic.protocol.types import Limits, SlotSpec
-from spark_elastic.rendezvous.http_server import Bind
+from spark_elastic.rendezvous.addresses import Bind
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 

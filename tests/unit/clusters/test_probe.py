@@ -15,17 +15,11 @@ import pytest
 from spark_elastic.clock import SystemClock
 from spark_elastic.clusters.spark import probe as meeting
 from spark_elastic.clusters.spark.host_facts import collect_host_facts
-from spark_elastic.clusters.spark.probe import (
-    Probe,
-    ProbeReport,
-    check_reports,
-    find_mismatch,
-    find_unreachable_peer,
-    require_report,
-)
+from spark_elastic.clusters.spark.preflight import check_reports, require_report
+from spark_elastic.clusters.spark.probe import Probe, ProbeReport, find_mismatch, find_unreachable_peer
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, PreflightError
-from spark_elastic.rendezvous.http_server import Bind, format_address, listen
+from spark_elastic.rendezvous.addresses import Bind, format_address, listen
 from spark_elastic.testing.fakes import FakeClock
 from tests.memory_store import make_memory_store
 

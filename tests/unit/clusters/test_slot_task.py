@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +33,9 @@ from spark_elastic.clusters.spark.payload import (
 from spark_elastic.clusters.spark.settings import ExecutorMemory
 from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error, find_host
 from spark_elastic.data.store import Store
-from spark_elastic.driver.ports import SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.driver.ports import ThreadPerSlotLauncher
 from spark_elastic.errors import DriverUnreachable, InvalidInput
-from spark_elastic.protocol.types import SlotIdentity, SlotSpec
+from spark_elastic.protocol.types import SlotIdentity, SlotOutcome, SlotSpec
 from spark_elastic.rendezvous.addresses import find_address_towards
 from spark_elastic.runs.checkpoint import CheckpointPolicy
 from spark_elastic.worker.function_program import FunctionProgram
@@ -264,3 +266,13 @@ def test_a_broadcast_beyond_the_drivers_heap_is_an_error(java: str, raised: type
     context: Any = FullContext()
     with pytest.raises(raised, match=r"spark\.driver\.memory to 1g|IOException"):
         broadcast(context, b"many", "the program")
+
+
+SLOW = "numpy", "fsspec", "asyncio", "elastic_collectives"
+
+
+@pytest.mark.parametrize("module", ["probe", "slot_task"])
+def test_a_slot_begins_without_what_takes_long_to_import(module: str) -> None:
+    code = f"import sys, spark_elastic.clusters.spark.{module}; print(*sys.modules.keys() & {SLOW!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout == "\n"

@@ -114,6 +114,23 @@ def test_integers_of_numpy_are_words_as_others() -> None:
     assert draw_permutation(9, np.int64(5), np.uint64(2)).tolist() == draw_permutation(9, 5, 2).tolist()
 
 
+@given(st.integers(0, 3000), st.lists(st.integers(-(2**63), 2**64), max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_the_permutation_is_the_order_of_the_outputs_of_splitmix64(length: int, words: list[int]) -> None:
+    """As docs/protocol.md has it, with Python's own integers and its own sort."""
+    mask, state = 2**64 - 1, 0
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        return x ^ (x >> 31)
+
+    for word in words:
+        state = mix((state + word + 0x9E3779B97F4A7C15) & mask)
+    keys = [mix((state + n * 0x9E3779B97F4A7C15) & mask) for n in range(1, length + 1)]
+    assert draw_permutation(length, *words).tolist() == sorted(range(length), key=keys.__getitem__)
+
+
 def test_golden_vectors_of_the_permutation() -> None:
     assert draw_permutation(8, 0, 0).tolist() == [0, 7, 2, 5, 4, 6, 3, 1]
     assert draw_permutation(8, 42, 3, 7).tolist() == [6, 3, 5, 0, 2, 1, 7, 4]

@@ -20,9 +20,10 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from spark_elastic.data import object_store
-from spark_elastic.data import store as store_module
+from spark_elastic.data import scratch as scratch_module
 from spark_elastic.data.object_store import Lease, RenewedCredentials
-from spark_elastic.data.store import Store, make_scratch_folder, remove_stale_folders
+from spark_elastic.data.scratch import make_scratch_folder, remove_stale_folders
+from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.testing import FakeClock
 from spark_elastic.worker.devices import GpuClaims
@@ -378,7 +379,7 @@ def test_those_without_an_end_and_those_that_our_clock_takes_for_ended_stay_unti
 
 HOLD = """
 import sys
-from spark_elastic.data.store import make_scratch_folder
+from spark_elastic.data.scratch import make_scratch_folder
 with make_scratch_folder() as folder:
     (folder / "model.keras").write_bytes(b"weights")
     sys.stdout.write(f"{folder}\\n")
@@ -433,7 +434,7 @@ def test_a_folder_of_an_earlier_process_with_the_same_id_is_removed(scratch: Pat
 
 def test_scratch_folders_of_other_machines_boots_and_namespaces_stay(scratch: Path) -> None:
     with make_scratch_folder() as mine:
-        name = mine.name.replace(store_module._build_owner_prefix(), "spark_elastic-01234567-1")
+        name = mine.name.replace(scratch_module._build_owner_prefix(), "spark_elastic-01234567-1")
     (scratch / name.replace(str(os.getpid()), "1")).mkdir()
     remove_stale_folders()
     assert len(list(scratch.iterdir())) == 1

@@ -16,12 +16,12 @@ from spark_elastic.clusters.local.launcher import HostSlots, LocalLauncher
 from spark_elastic.config import ElasticConfig
 from spark_elastic.driver.discovery import HandleDiscovery, HostPoller, JobHandle
 from spark_elastic.driver.job import ERRORS, DriverOptions, LaunchResult, supervise, unpack_results
-from spark_elastic.driver.ports import Post, SlotOutcome, ThreadPerSlotLauncher
+from spark_elastic.driver.ports import Post, ThreadPerSlotLauncher
 from spark_elastic.errors import JobCancelled, JobFailed, NotEnoughWorkers, TimeLimitReached
 from spark_elastic.monitoring.listener import JobListener
 from spark_elastic.protocol.commands import End, JobOutcome
 from spark_elastic.protocol.events import DriverEvent, LaunchEnded
-from spark_elastic.protocol.types import Limits, SlotSpec
+from spark_elastic.protocol.types import Limits, SlotOutcome, SlotSpec
 from spark_elastic.rendezvous.server import RendezvousServer
 from spark_elastic.runs.checkpoint import OwnedRun
 from tests.memory_store import make_memory_store

@@ -29,7 +29,7 @@ from spark_elastic.rendezvous.messages import (
     path_of,
     reply_of,
 )
-from spark_elastic.worker.entry import Header
+from spark_elastic.worker.handover import Header
 
 NUMBERS = st.integers(0, 10**6)
 st.register_type_strategy(SlotId, st.builds(SlotId.build, NUMBERS, NUMBERS))

@@ -30,7 +30,7 @@ from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker import loop
 from spark_elastic.worker.loop import DriverWatch
 from spark_elastic.worker.slot_agent import SlotAgent
-from spark_elastic.worker.stack_sampler import StackSample
+from spark_elastic.worker.stack_reader import StackSample
 
 TIMEOUT = 8.0
 SHORT = 0.4  # seconds before its end, a refused request has no time for another try

@@ -16,13 +16,8 @@ import numpy as np
 import pytest
 
 from spark_elastic.clock import SystemClock
-from spark_elastic.worker.stack_sampler import (
-    DUMP_SIGNAL,
-    StackReader,
-    StackSampler,
-    gc_paused,
-    parse_newest_stack,
-)
+from spark_elastic.worker.stack_reader import DUMP_SIGNAL, StackReader, parse_newest_stack
+from spark_elastic.worker.stack_sampler import StackSampler, gc_paused
 from tests.fake_group import FakeFabric, FakeGroup
 from tests.patience import until
 
@@ -144,7 +139,8 @@ def test_a_running_process_with_a_stale_sample_is_asked_once_for_a_dump(reader: 
 STARTS_THREADS = """
 import gc, threading, time
 from spark_elastic.clock import SystemClock
-from spark_elastic.worker.stack_sampler import StackReader, StackSampler
+from spark_elastic.worker.stack_reader import StackReader
+from spark_elastic.worker.stack_sampler import StackSampler
 
 class ReleasesTheGil:
     def __init__(self):

@@ -26,7 +26,8 @@ from spark_elastic.data.reading.row_group_cache import (
     DEFAULT_CACHE_BYTES,
     RowGroupCache,
 )
-from spark_elastic.data.store import Store, find_scratch_folders, make_scratch_folder
+from spark_elastic.data.scratch import find_scratch_folders, make_scratch_folder
+from spark_elastic.data.store import Store
 from spark_elastic.errors import StoreError
 from spark_elastic.tables.existing_parquet import describe_parquet
 from tests.patience import until

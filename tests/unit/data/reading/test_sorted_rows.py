@@ -89,6 +89,27 @@ def test_files_hold_the_rows_of_their_range_of_hashes_in_order(
             assert counts[:-1] == [100] * (len(wanted) // 100)
 
 
+def test_a_schema_says_where_no_value_is_null() -> None:
+    lists = pa.list_(pa.field("element", pa.float32()))
+    columns = {
+        "number": pa.array([1, 2, 3, 4]),
+        "list": pa.array([[9.0], [1.0, 2.0], [], [3.0]], lists),
+        "no number": pa.array([1, None, 3, 4]),
+        "no list": pa.array([[9.0], None, [1.0], [2.0]], lists),
+        "no element": pa.array([[9.0], [1.0, None], [2.0], [3.0]], lists),
+    }
+    rows = pa.RecordBatch.from_pydict(columns).slice(1)
+    declared = sorted_rows.declare_nulls(rows)
+    declared.validate(full=True)
+    assert declared.to_pydict() == rows.to_pydict()
+    assert [field.name for field in declared.schema if not field.nullable] == ["number", "list", "no element"]
+    elements = {
+        field.name: field.type.value_field for field in declared.schema if pa.types.is_list(field.type)
+    }
+    assert [name for name, element in elements.items() if not element.nullable] == ["list", "no list"]
+    assert {element.name for element in elements.values()} == {"element"}
+
+
 def test_chunks_give_their_rows_though_copies_are_in_them_once(store: Store) -> None:
     rows = make_rows(copies=True)
     names = spill(store, rows, None)[False]
