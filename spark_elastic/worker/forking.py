@@ -27,17 +27,8 @@ from typing import IO
 
 from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
 from spark_elastic.runs.keeper import find_peer, read_start
-from spark_elastic.worker.handover import (
-    ADOPT,
-    ANSWER_WITHIN,
-    ENTRY,
-    FORK,
-    FORK_SERVER,
-    IMPORT_LATER,
-    SERVE,
-    STARTED,
-    ChildFds,
-)
+from spark_elastic.worker import handover
+from spark_elastic.worker.handover import ADOPT, ENTRY, FORK, FORK_SERVER, IMPORT_LATER, STARTED, ChildFds
 
 Popen = subprocess.Popen[bytes]
 log = logging.getLogger("spark_elastic.worker")
@@ -127,11 +118,11 @@ def _listen(listener: socket.socket, address: str) -> bool:
 def _ask_other_slot(requests: socket.socket, address: str) -> bool:
     """Ask its server for one that serves these requests and ends with this process."""
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
-        other.settimeout(ANSWER_WITHIN)
+        other.settimeout(handover.ANSWER_WITHIN)
         other.connect(address)
         if find_peer(other)[1] == os.getuid():
             with open(os.pidfd_open(os.getpid()), "rb", 0) as slot:
-                socket.send_fds(other, [SERVE], [requests.fileno(), slot.fileno()])
+                socket.send_fds(other, [handover.SERVE], [requests.fileno(), slot.fileno()])
             return True
     return False
 

@@ -11,7 +11,7 @@ from spark_elastic.protocol.types import Fence, Position, SlotIdentity, SlotSpec
 
 ENTRY, FORK_SERVER = "spark_elastic.worker.entry", "spark_elastic.worker.fork_server"  # modules to run
 IMPORT_LATER = "import-later"  # an argument: early imports have killed a process, and are left to the program
-FORK, SERVE = b"fork", b"serve"  # asks a fork server for a process, or for a server of another slot
+FORK, SERVE = b"fork", b"serve"  # ask a fork server for a process, and for a server for another slot
 ADOPT, STARTED = b"adopt", "started"  # the slot has the process; it has started
 ANSWER_WITHIN = 1.0  # seconds that another slot gets for its message, and a server for its connection
 

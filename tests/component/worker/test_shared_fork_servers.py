@@ -17,17 +17,25 @@ from typing import Any
 import psutil
 import pytest
 
-from spark_elastic.worker.forking import SPARK_SECRET, InheritedSettings
+from spark_elastic.worker.forking import SPARK_SECRET, InheritedSettings, fork_server_cache
+from tests.component.worker.test_forking import ForkedChild
 from tests.patience import until
 
 SLOT = """
     import json, os, sys
     sys.path[:0] = {path!r}
+    from spark_elastic.worker.context import get_process_context
     from spark_elastic.worker.forking import fork_server_cache
     from test_forking import ForkedChild, describe_process
 
     def count_descriptors():
         return len(os.listdir("/proc/self/fd"))
+
+    def read_lines(child):
+        lines = [child.lines.get(timeout=60.0)]
+        while lines[-1] != "null":  # what the program says
+            lines.append(child.lines.get(timeout=60.0))
+        return lines
 
     def be_slot():
         children = []
@@ -41,8 +49,7 @@ SLOT = """
                     children.append(ForkedChild(("counted",), lambda: None))
                     yield None
                 case ["lines"]:
-                    children[-1]._warm.get(timeout=60.0)
-                    yield [children[-1].lines.get(timeout=60.0) for _ in range(children[-1].lines.qsize())]
+                    yield read_lines(children[-1])
                 case ["kill"]:
                     children[-1].child.kill()
                     yield children[-1].end()
@@ -53,11 +60,13 @@ SLOT = """
                         yield child.end()
                 case ["say", imports]:
                     with ForkedChild((imports,), lambda: None) as child:
-                        child._warm.get(timeout=60.0)
-                        yield [child.lines.get(timeout=60.0) for _ in range(child.lines.qsize())]
+                        yield read_lines(child)
                 case ["describe"]:
                     with ForkedChild(("counted",), describe_process) as child:
                         yield child.read_message()
+                case ["name"]:
+                    with ForkedChild(("counted",), lambda: get_process_context().slot) as child:
+                        yield int([child.lines.get(timeout=60.0) for _ in range(2)][-1])
                 case ["descriptors"]:
                     yield count_descriptors()
         for child in children:
@@ -190,6 +199,7 @@ def test_a_process_of_another_slots_server_looks_like_an_adopted_one(make_slot: 
     assert theirs.pop("parent") == other
     assert ours.pop("parent") == first.process.pid
     assert theirs == ours
+    assert [slot.do("name") for slot in (first, second)] == [first.process.pid, second.process.pid]
 
 
 @pytest.mark.parametrize("killed", ["slot", "server"])
@@ -307,18 +317,40 @@ def test_an_idle_slots_server_ends_and_the_next_is_forked_anew(
     assert count(imports) == 1
 
 
-def test_another_users_socket_is_not_trusted(
-    imports: Path, make_slot: Callable[[], Slot], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slots meet only where settings, parent and user are the same, and where the environment has a secret."""
+def test_slots_meet_where_all_settings_are_the_same_and_hold_a_secret() -> None:
     environment = {SPARK_SECRET: "one"}
     address = InheritedSettings.capture(("json",), environment).find_address()
     assert address is not None
-    assert address.startswith("\0")
-    assert address == InheritedSettings.capture(("json",), environment).find_address()
-    others = [
-        InheritedSettings.capture(("json",), {SPARK_SECRET: "two"}),
-        InheritedSettings.capture((), environment),
-    ]
-    assert address not in [other.find_address() for other in others]
+    assert address.startswith("\0"), "in no folder"
+    assert address == InheritedSettings.capture(("json",), dict(environment)).find_address()
+    for imports, others in ((("json",), {SPARK_SECRET: "two"}), (("os",), environment)):
+        assert InheritedSettings.capture(imports, others).find_address() not in (None, address)
     assert InheritedSettings.capture(("json",), {}).find_address() is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_users_socket_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"\0spark-elastic-test-{os.getpid()}"
+    monkeypatch.setattr(InheritedSettings, "find_address", lambda settings: address)
+    listen = """if True:
+        import os, socket, sys
+        os.setuid(65534)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(chr(0) + sys.argv[1])
+        listener.listen()
+        print("listens", flush=True)
+        print(listener.accept()[0].recv(64), flush=True)
+    """
+    other = subprocess.Popen([sys.executable, "-c", listen, address[1:]], stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    try:
+        other.stdout.readline()
+        with ForkedChild(("json",), lambda: None) as child:
+            assert child.await_warm().ppid() == os.getpid()
+        assert other.stdout.readline() == b"b''\n", "it was sent a message"
+        assert fork_server_cache.pid is not None
+    finally:
+        fork_server_cache.close()
+        other.kill()
+        other.stdout.close()
+        other.wait(10.0)
