@@ -242,6 +242,7 @@ class ForkedProcess:
         self._spawn = spawn
         self._lock = threading.Lock()
         self._process: ServedProcess | Popen | None = None
+        self.begun = threading.Event()  # its process id is known, or there will be no process
         self._killed = False
         self._died_importing = False  # the server, as another process might
         self._reply, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -261,6 +262,7 @@ class ForkedProcess:
             os.write(self._streams[1], f"the training process could not be started: {error}\n".encode())
             return 1
         finally:
+            self.begun.set()
             self._reply.close()
             for descriptor in (*self._streams, self._status):
                 os.close(descriptor)

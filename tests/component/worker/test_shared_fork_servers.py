@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from spark_elastic.worker.forking import SPARK_SECRET, InheritedSettings, fork_server_cache
-from tests.component.worker.test_forking import ForkedChild
+from tests.component.worker.forked_child import ForkedChild
 from tests.patience import until
 
 SLOT = """
