@@ -129,17 +129,20 @@ def test_reading_leaves_the_processors_to_the_threads_that_train(
     monkeypatch: pytest.MonkeyPatch, group_bytes: int
 ) -> None:
     monkeypatch.setattr(loader, "MIN_GROUP_BYTES_FOR_THREAD", group_bytes)
-    rows, found = Rows(), dict[str, int]()
+    rows, found, decoded = Rows(), dict[str, int](), threading.Event()
+    is_ahead = group_bytes == 1
 
     def note() -> None:
         found[threading.current_thread().name] = os.getpriority(os.PRIO_PROCESS, 0)
 
     def fetch(group: int) -> ColumnArrays:
         note()
+        assert decoded.wait(60.0 if is_ahead else 0.0) is is_ahead, "the decoding thread takes its turn"
         return Rows.fetch(rows, group)
 
     def prefetch(group: int) -> bool:
         note()
+        decoded.set()
         return True
 
     monkeypatch.setattr(rows, "fetch", fetch)
@@ -147,7 +150,7 @@ def test_reading_leaves_the_processors_to_the_threads_that_train(
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with StepLoader(PLAN, rows, COLUMNS).steps(0, 0, 0, 1) as stream:
         assert len(list(stream)) == PLAN.steps
-    names = {"read-ahead", "decode-ahead"} if group_bytes == 1 else {"read-ahead"}
+    names = {"read-ahead", "decode-ahead"} if is_ahead else {"read-ahead"}
     assert found == dict.fromkeys(names, min(19, before + loader.NICENESS))
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
