@@ -161,9 +161,7 @@ class Child:
     def _read_status(self) -> None:
         with os.fdopen(self.status, "rb") as pipe:
             if pipe.readline() == b"warm\n":
-                if isinstance(
-                    self.process, ForkedProcess
-                ):  # it may be warm before this slot knows that it began
+                if isinstance(self.process, ForkedProcess):  # it may be warm before this slot knows its pid
                     self.process.begun.wait(CLOSE_WAIT)
                 self.on_warm(self)
 

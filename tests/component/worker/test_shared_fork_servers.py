@@ -250,15 +250,21 @@ def test_a_slot_whose_server_dies_loses_its_process_and_starts_a_server(
     assert count(imports) == 1, "the first slot's server is still there"
 
 
-def test_a_slot_whose_neighbour_dies_importing_starts_its_process_itself(
-    make_slot: Callable[[], Slot], imports: Path
-) -> None:
-    first, second = make_slot(), make_slot()
+def request_during_import(first: Slot, second: Slot, imports: Path) -> Path:
+    """Have both ask for a process while the first one's server imports; it does until the file is gone."""
     hold = imports.parent / "hold"
     hold.touch()
     first.do("request")
     until(lambda: count(imports) == 1, 60.0)
     second.do("request")
+    return hold
+
+
+def test_a_slot_whose_neighbour_dies_importing_starts_its_process_itself(
+    make_slot: Callable[[], Slot], imports: Path
+) -> None:
+    first, second = make_slot(), make_slot()
+    hold = request_during_import(first, second, imports)
     first.kill()
     hold.unlink()
     assert any("the fork server is gone" in line for line in second.do("lines"))
@@ -268,11 +274,7 @@ def test_a_slot_whose_neighbour_dies_importing_starts_its_process_itself(
 
 def test_a_kill_before_the_fork_prevents_it(make_slot: Callable[[], Slot], imports: Path) -> None:
     first, second = make_slot(), make_slot()
-    hold = imports.parent / "hold"
-    hold.touch()
-    first.do("request")
-    until(lambda: count(imports) == 1, 60.0)
-    second.do("request")
+    hold = request_during_import(first, second, imports)
     assert second.do("kill") == -signal.SIGKILL
     hold.unlink()
     worker, _ = second.start()
