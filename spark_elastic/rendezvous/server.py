@@ -8,7 +8,6 @@ wait is a long poll.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import ipaddress
 import logging
@@ -27,7 +26,7 @@ from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous import messages as wire
 from spark_elastic.rendezvous.addresses import Bind, format_address, listen, listen_on_loopback
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
-from spark_elastic.rendezvous.http_server import AnswerBody, HttpServer, LongPoll, Subject, Wait
+from spark_elastic.rendezvous.http_server import AfterPass, AnswerBody, HttpServer, LongPoll, Subject, Wait
 from spark_elastic.rendezvous.server_state import ServerState, name_generation_scope
 from spark_elastic.rendezvous.status_app import StatusApp
 
@@ -96,7 +95,7 @@ class Routes:
         self._callbacks = callbacks
         self._clock = clock
         self._connections = ConnectionTracker(self._post, clock)
-        self._waking_in: asyncio.AbstractEventLoop | None = None  # that is about to wake the driver
+        self._waking = AfterPass(callbacks.wake)
         end = self._end_poll
         self._for_world = Wait(Subject.WORLD, self._find_next_world, end)
         self._for_update = Wait(Subject.UPDATE, self._find_update, end)
@@ -177,14 +176,7 @@ class Routes:
         """The driver has the event. Its thread is woken after the requests that are here: it would take the interpreter
         from this one, which has answers to send."""
         self._callbacks.post(event)
-        loop = asyncio.get_running_loop()
-        if loop is not self._waking_in:  # a loop that died will not
-            self._waking_in = loop
-            loop.call_soon(self._wake)
-
-    def _wake(self) -> None:
-        self._waking_in = None
-        self._callbacks.wake()
+        self._waking.request()
 
     # ---- messages that the server answers by itself
 
