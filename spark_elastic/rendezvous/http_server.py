@@ -539,7 +539,7 @@ class HttpServer:
 
     def submit(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
-        self._call_in_loop(self._drain)  # a loop that is not there yet begins by draining
+        self._call_in_loop(self.drain)  # a loop that is not there yet begins by draining
 
     def close(self) -> None:
         """Let open requests end, then stop the thread and free the port."""
@@ -557,7 +557,8 @@ class HttpServer:
             with suppress(RuntimeError):  # that loop just died
                 loop.call_soon_threadsafe(call)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Make the submitted calls; in the loop's thread."""
         while self._calls:
             call = self._calls.popleft()
             try:
@@ -603,7 +604,7 @@ class HttpServer:
         self._connections = Connections(self.app, self.limits, self.tls, self._on_empty)
         for listener in self._listeners():
             self._watch(listener)
-        self._drain()
+        self.drain()
         self._served = True
         self._started.set()
         if self._closing.is_set():

@@ -452,6 +452,8 @@ class RendezvousServer:
         self._submit(lambda: self._state.end(reason))
 
     def _answer(self, request: HttpRequest) -> Response | AnswerBody:
+        assert self._http_server is not None
+        self._http_server.drain()  # of several requests in a row, the later ones came after these calls
         if self.status_app is not None and self.status_app.handles(request):
             return self.status_app.answer(request)
         return self._dispatcher(request)
