@@ -38,7 +38,7 @@ from spark_elastic.gradients.generators import seeded_rng
 from spark_elastic.gradients.process_sets import check_alone, rank, size
 from spark_elastic.handwritten.object_state import ObjectState, get_session
 from spark_elastic.handwritten.row_batches import RowBatches, RowStream, SeededRows, pass_batch, plan_rows
-from spark_elastic.runs.handlers import DividedRowsHandler
+from spark_elastic.runs.handlers import StateDictHandler
 from spark_elastic.worker.context import get_context
 from spark_elastic.worker.session import ENTERED, STATE
 
@@ -326,8 +326,14 @@ class ElasticDataLoader:
         return self._order[1:]
 
 
-class DataLoaderStateHandler(DividedRowsHandler):
+class DataLoaderStateHandler(StateDictHandler):
     """An `ElasticDataLoader`. All ranks have one position, unlike those of samplers."""
+
+    def sync(self) -> None:
+        self.value.reset()
+
+    def reset(self) -> None:
+        self.value.reset()
 
 
 class _BatchSampler:

@@ -1,4 +1,11 @@
-"""Horovod's compressors: the public name of `horovod.ops.compression`."""
+"""Horovod's compressors: the public names of parts of `gradients.reduction`."""
 
-from spark_elastic.horovod.ops.compression import *
-from spark_elastic.horovod.ops.compression import __all__ as __all__
+from spark_elastic.gradients.reduction import (
+    BF16Compressor,
+    Compression,
+    Compressor,
+    FP16Compressor,
+    NoneCompressor,
+)
+
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

@@ -92,18 +92,8 @@ class StateDictHandler(SnapshotHandler):
         self.value.load_state_dict(copy.deepcopy(values))
 
 
-class DividedRowsHandler(StateDictHandler):
-    """What divides the rest of an epoch anew in every world and in each `sync`."""
-
-    def sync(self) -> None:
-        self.value.reset()
-
-    def reset(self) -> None:
-        self.value.reset()
-
-
-class SamplerStateHandler(DividedRowsHandler):
-    """An `ElasticSampler`."""
+class SamplerStateHandler(StateDictHandler):
+    """An `ElasticSampler`. It divides the rest of the epoch anew in every world and in each `sync`."""
 
     def pack_progress(self) -> bytes:
         """What this rank knows to be processed; b"" if no rank can know of other rows."""
@@ -116,6 +106,12 @@ class SamplerStateHandler(DividedRowsHandler):
         self.value.record_indices(
             row for each in known if each["epoch"] == self.value.epoch for row in each["processed_indices"]
         )
+        self.value.reset()
+
+    def sync(self) -> None:
+        self.value.reset()
+
+    def reset(self) -> None:
         self.value.reset()
 
 
