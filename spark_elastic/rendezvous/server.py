@@ -110,13 +110,13 @@ class Routes:
             messages.RequestNextWorld: self._next_world,
             messages.WorkerDone: self._next_world,
             wire.LogLines: self._logs,
-            wire.WatchSlot: self._watch_slot,
-            wire.WatchWorker: self._watch_worker,
+            wire.WatchSlot: lambda watch: self._find_or_wait(self._for_commands, watch.slot, watch),
+            wire.WatchWorker: lambda watch: self._find_or_wait(self._for_update, watch.worker, watch),
             wire.Report: self._report,
             wire.FindAddresses: self._find_addresses,
             wire.SetValues: self._set,
             wire.GetValues: self._get,
-            wire.ListKeys: self._list_keys,
+            wire.ListKeys: lambda asked: wire.Keys(self._state.values.list_keys(asked.scope, asked.prefix)),
             wire.CompareAndSet: self._compare_and_set,
         }
         return {request: own.get(request, self._acknowledge) for request in wire.REQUESTS}
@@ -184,15 +184,9 @@ class Routes:
         self._callbacks.on_logs(message)
         return ACKNOWLEDGED
 
-    def _watch_slot(self, message: wire.WatchSlot) -> object:
-        return self._find_or_wait(self._for_commands, message.slot, message)
-
     def _find_commands(self, message: wire.WatchSlot, is_last: bool) -> wire.SlotCommands | None:
         now = self._state.get_commands(message.slot, message.seen)
         return now if is_last or now.workers_to_stop or now.release is not None else None
-
-    def _watch_worker(self, message: wire.WatchWorker) -> object:
-        return self._find_or_wait(self._for_update, message.worker, message)
 
     def _find_update(self, message: wire.WatchWorker, is_last: bool) -> wire.WorkerUpdate | None:
         now = self._state.get_update(message.worker)
@@ -241,9 +235,6 @@ class Routes:
     def _find_values(self, message: wire.GetValues, is_last: bool) -> wire.Values | None:
         now = self._state.values.get(message.scope, message.keys)
         return wire.Values(now) if is_last or not message.wait or None not in now else None
-
-    def _list_keys(self, message: wire.ListKeys) -> wire.Keys:
-        return wire.Keys(self._state.values.list_keys(message.scope, message.prefix))
 
     def _compare_and_set(self, message: wire.CompareAndSet) -> wire.Comparison:
         reply = self._state.values.compare_and_set(message)
