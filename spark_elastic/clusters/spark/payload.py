@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("spark_elastic.spark")
 
 INLINE_AT_MOST = 4 << 20  # bytes; Spark Connect accepts messages of 128 MB, and each job is one
-BROADCAST_FROM = 64 << 10  # bytes; a broadcast of fewer takes longer than they take in each task
+BROADCAST_FROM = 16 << 10  # bytes; a broadcast of fewer takes longer than they take in each task
 
 
 class Payload(Protocol):
