@@ -133,7 +133,7 @@ def test_reading_leaves_the_processors_to_the_threads_that_train(
     is_ahead = group_bytes == 1
 
     def note() -> None:
-        found[threading.current_thread().name] = os.getpriority(os.PRIO_PROCESS, 0)
+        found.setdefault(threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, 0))
 
     def fetch(group: int) -> ColumnArrays:
         note()
@@ -148,10 +148,14 @@ def test_reading_leaves_the_processors_to_the_threads_that_train(
     monkeypatch.setattr(rows, "fetch", fetch)
     monkeypatch.setattr(rows, "prefetch", prefetch)
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    with StepLoader(PLAN, rows, COLUMNS).steps(0, 0, 0, 1) as stream:
-        assert len(list(stream)) == PLAN.steps
+    with StepLoader(PLAN, rows, COLUMNS, Prefetch(steps=1)).steps(0, 0, 0, 1) as stream:
+        next(stream)
+        running = [thread for thread in (stream._thread, stream._ahead.thread) if thread.is_alive()]
+        later = {each.name: os.getpriority(os.PRIO_PROCESS, each.native_id or -1) for each in running}
+        assert len(list(stream)) == PLAN.steps - 1
     names = {"read-ahead", "decode-ahead"} if is_ahead else {"read-ahead"}
-    assert found == dict.fromkeys(names, min(19, before + loader.NICENESS))
+    assert found == dict.fromkeys(names, before), "nothing trains before the first rows are there"
+    assert later == dict.fromkeys(names, min(19, before + loader.NICENESS))
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
@@ -320,8 +324,8 @@ def test_close_ends_the_decoding_thread_before_the_gathering_thread(monkeypatch:
         closing.start()
         until(lambda: stream._ahead._stopped)
         reader.open.set()
-        stream._ahead._thread.join(20)
-        assert not stream._ahead._thread.is_alive()
+        stream._ahead.thread.join(20)
+        assert not stream._ahead.thread.is_alive()
         reader.gate.set()
         closing.join(20)
     assert not stream._thread.is_alive()
