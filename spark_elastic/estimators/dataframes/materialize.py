@@ -171,7 +171,9 @@ class SortedChunks:
         """What a task gives for so many numbers: in threads of the driver, or divided among tasks of Spark."""
         if here:
             with ThreadPoolExecutor(READS) as pool:
-                parts = list(pool.map(lambda n: list(task([pa.record_batch({"id": [n]})])), range(number)))
+                parts = list(
+                    pool.map(lambda n: list(task([pa.RecordBatch.from_pydict({"id": [n]})])), range(number))
+                )
             return [row for part in parts for batch in part for row in batch.to_pylist()]
         with _set_conf(self.spark, {}), translate_write_errors(self.sort.store):
             return self.spark.range(0, number, 1, min(number, tasks)).mapInArrow(task, task.SCHEMA).collect()
