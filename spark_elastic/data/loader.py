@@ -7,8 +7,6 @@ the plan's; how a row group is read is the reader's. One consumer thread uses a 
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +29,6 @@ from spark_elastic.errors import StoreError
 ROWS_AHEAD = 1 << 18  # rows whose row groups are announced to the decoding thread
 BYTES_AHEAD = 16 << 20  # of row groups that are decoded in advance; at least two row groups
 MIN_GROUP_BYTES_FOR_THREAD = 1 << 20  # for smaller row groups a decoding thread costs more than it saves
-NICENESS = 5  # of the threads here, added to that of the process
 
 
 @dataclass(frozen=True)
@@ -148,15 +145,6 @@ def _put(lane: LaneRows, rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     out[:, lane.offset : lane.offset + lane.width] = rows.reshape(len(out), lane.width, *rows.shape[1:])
 
 
-def yield_processors(*threads: threading.Thread) -> None:
-    """Have threads that run take what those that train leave: where all processors are busy, one that reads would take
-    the place of one that trains for milliseconds, and all other ranks would wait for that one."""
-    running = [thread.native_id for thread in threads if thread.native_id is not None and thread.is_alive()]
-    for thread in running if sys.platform == "linux" else ():  # elsewhere it would be the whole process
-        with suppress(OSError):  # a sandbox refuses it
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
-
-
 class _Closed(Exception):
     """The stream was closed: the gathering thread ends."""
 
@@ -190,7 +178,6 @@ class StepStream:
         self._clock = SystemClock()
         self._last_read = 0.0  # when a row group was read last
         self._failed: BaseException | None = None
-        self._has_yielded = False  # the threads here run at a lower priority
         self._closed = False
         usual = loader.plan.rows * self._row_bytes // len(loader.plan.row_groups)
         groups_ahead = max(2, BYTES_AHEAD // usual) if usual >= MIN_GROUP_BYTES_FOR_THREAD else 0
@@ -309,9 +296,6 @@ class StepStream:
             self._wait_for_room(block.count, block.count * self._count_step_bytes(block.step))
             gathered = self._loader.gather(epoch, block, self._division, self._fetch, release)
             sizes = self._measure(gathered)
-            if not self._has_yielded:  # nothing trains before the first rows are there
-                self._has_yielded = True
-                yield_processors(self._thread, self._ahead.thread)
             with self._changed:
                 self._ready.extend(gathered)
                 self._sizes.extend(sizes)
@@ -377,12 +361,12 @@ class DecodePrefetcher:
         self._releases = 0
         self._full = False  # no room for another row group until one is released
         self._stopped = False
-        self.thread = threading.Thread(target=self._decode, name="decode-ahead", daemon=True)
+        self._thread = threading.Thread(target=self._decode, name="decode-ahead", daemon=True)
 
     def __enter__(self) -> DecodePrefetcher:
         if self._most:
             try:
-                self.thread.start()
+                self._thread.start()
             except RuntimeError:  # the system refuses a thread: the fetching thread decodes
                 self._most = 0
         return self
@@ -390,7 +374,7 @@ class DecodePrefetcher:
     def __exit__(self, *error: object) -> None:
         self.stop()
         if self._most:
-            self.thread.join()
+            self._thread.join()
 
     def stop(self) -> None:
         """Begin no further row group; does not wait. Any thread may call it."""

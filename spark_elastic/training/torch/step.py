@@ -203,7 +203,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
     """As `step`, without what torch wraps around its own for hooks and profilers, which takes a small model longer than
     the step itself, where there are none of them."""
     step = getattr(type(optimizer).step, "__wrapped__", None)
-    if step is None or not is_plain_optimizer(optimizer) or torch.autograd._profiler_enabled():
+    if step is None or not is_plain_optimizer(optimizer) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         optimizer.step()
     else:
         step(optimizer)
