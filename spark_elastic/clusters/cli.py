@@ -121,33 +121,23 @@ _NO_MPI = f"{_MESH}, and there is no MPI in it"
 _LEVELS = "the way between workers follows from where they are, and nothing is to be chosen"
 _TUNING = "tuning tries three sizes of buckets in a world's first 15 steps and has no settings"
 _NO_TIME = "lines of the log have no time; --prefix-output-with-timestamp puts it before what workers print"
-# Options of `horovodrun` that are refused: (names, takes a value, why).
-REFUSED: tuple[tuple[tuple[str, ...], bool, str], ...] = (
-    (("-cb", "--check-build"), False, "nothing is compiled for a framework, so there is no build to check"),
-    (("--mpi",), False, _NO_MPI),
-    (("--mpi-args",), True, _NO_MPI),
-    (("--mpi-threads-disable",), False, _NO_MPI),
-    (("--no-mpi-threads-disable",), False, _NO_MPI),
-    (("--jsrun",), False, _NO_MPI),
-    (("--tcp",), False, _MESH),
-    (("--binding-args",), True, "workers are bound to no cores"),
-    (("--thread-affinity",), True, "no thread is bound to a core"),
-    (("--num-nccl-streams",), True, f"{_MESH}, and there is no NCCL in it"),
-    (("--config-file",), True, "give options on the command line, or as SPARK_ELASTIC_<NAME> variables"),
-    (("--cycle-time-ms",), True, "nothing waits for a cycle"),
-    (("--cache-capacity",), True, "the cache has room for 4096 operations, always"),
-    (("--hierarchical-allreduce",), False, _LEVELS),
-    (("--no-hierarchical-allreduce",), False, _LEVELS),
-    (("--hierarchical-allgather",), False, _LEVELS),
-    (("--no-hierarchical-allgather",), False, _LEVELS),
-    (("--torus-allreduce",), False, _LEVELS),
-    (("--no-torus-allreduce",), False, _LEVELS),
-    (("--autotune-log-file",), True, _TUNING),
-    (("--autotune-warmup-samples",), True, _TUNING),
-    (("--autotune-steps-per-sample",), True, _TUNING),
-    (("--autotune-bayes-opt-max-samples",), True, _TUNING),
-    (("--autotune-gaussian-process-noise",), True, _TUNING),
-    (("--log-with-timestamp", "--no-log-hide-timestamp"), False, _NO_TIME),
+# Options of `horovodrun` that are refused: (why, takes a value, names of each option).
+REFUSED: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
+    ("nothing is compiled for a framework, so there is no build to check", False, ("-cb --check-build",)),
+    (_NO_MPI, False, ("--mpi", "--mpi-threads-disable", "--no-mpi-threads-disable", "--jsrun")),
+    (_NO_MPI, True, ("--mpi-args",)),
+    (_MESH, False, ("--tcp",)),
+    ("workers are bound to no cores", True, ("--binding-args",)),
+    ("no thread is bound to a core", True, ("--thread-affinity",)),
+    (f"{_MESH}, and there is no NCCL in it", True, ("--num-nccl-streams",)),
+    ("give options on the command line, or as SPARK_ELASTIC_<NAME> variables", True, ("--config-file",)),
+    ("nothing waits for a cycle", True, ("--cycle-time-ms",)),
+    ("the cache has room for 4096 operations, always", True, ("--cache-capacity",)),
+    (_LEVELS, False, ("--hierarchical-allreduce", "--hierarchical-allgather", "--torus-allreduce")),
+    (_LEVELS, False, ("--no-hierarchical-allreduce", "--no-hierarchical-allgather", "--no-torus-allreduce")),
+    (_TUNING, True, ("--autotune-log-file", "--autotune-warmup-samples", "--autotune-steps-per-sample")),
+    (_TUNING, True, ("--autotune-bayes-opt-max-samples", "--autotune-gaussian-process-noise")),
+    (_NO_TIME, False, ("--log-with-timestamp --no-log-hide-timestamp",)),
 )
 # Options that change nothing: Gloo's algorithms, no cache of checks, constant buffer sizes, a log without times.
 ALWAYS_ON = (
@@ -193,8 +183,9 @@ def list_options() -> list[click.Parameter]:
         ),
         *(click.Option(names.split(), is_flag=True, **hidden) for names in ALWAYS_ON),
         *(
-            click.Option(names, is_flag=not takes_value, callback=partial(_refuse, why), **hidden)
-            for names, takes_value, why in REFUSED
+            click.Option(names.split(), is_flag=not takes_value, callback=partial(_refuse, why), **hidden)
+            for why, takes_value, options in REFUSED
+            for names in options
         ),
     ]
 

@@ -16,8 +16,8 @@ from spark_elastic.protocol.commands import AbortWorld, NotifyUser, PublishWorld
 from spark_elastic.protocol.driver.state import DriverState, JobStage
 from spark_elastic.protocol.events import DriverEvent, Received, WorkerStalled
 from spark_elastic.protocol.messages import Heartbeat
-from spark_elastic.protocol.types import NOT_RUNNING, Fence, Member, SlotId, WorkerId, World
-from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
+from spark_elastic.protocol.types import NOT_RUNNING, SLOT_LINE_PREFIX, Fence, Member, SlotId, WorkerId, World
+from spark_elastic.rendezvous.messages import LogLines, Report
 
 log = logging.getLogger("spark_elastic")
 

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pyspark.ml import Estimator
-from pyspark.ml.util import DefaultParamsReader, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import DefaultParamsReader
 from pyspark.sql import DataFrame
 
 from spark_elastic.clusters.spark.host_facts import find_session, get_session
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators import saving
 from spark_elastic.estimators.dataframe_rows import DataFrameRows
 from spark_elastic.estimators.dataframes.schema import describe_class
 from spark_elastic.estimators.fit_rows import HandleRows, RowSource, Selection, locate_rows, open_table_rows
 from spark_elastic.estimators.params import EstimatorParams
 from spark_elastic.estimators.rows import Rows
+from spark_elastic.estimators.saving import Savable
 from spark_elastic.estimators.transformer import ElasticModel
 from spark_elastic.estimators.validation import FitRequest, build_request
 from spark_elastic.tables.catalogs import find_in_catalog
@@ -30,18 +30,11 @@ Paths = Path | Sequence[Path]
 _UNSAVED = ("storage_options",)  # they may hold credentials
 
 
-class ElasticEstimator(Estimator[Any], EstimatorParams, MLWritable):  # type: ignore[misc,unused-ignore]
+class ElasticEstimator(Estimator[Any], EstimatorParams, Savable):  # type: ignore[misc,unused-ignore]
     """Base of the estimators of torch and Keras."""
 
     _check_objects: Callable[[Mapping[str, Any]], Any]  # of the framework: see `build_request`
     _train: Callable[[RowSource, FitRequest[Any]], ElasticModel]  # of the framework
-
-    def write(self) -> MLWriter:
-        return saving.Writer(self)
-
-    @classmethod
-    def read(cls) -> MLReader[Any]:
-        return saving.Reader(cls)
 
     def list_saved(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
         """Metadata, plain parameters, and the others in one pickle, so that shared objects stay shared."""

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 from pyspark.errors import PySparkException
-from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWritable, MLWriter
 from pyspark.sql import SparkSession
 
 from spark_elastic.clusters.spark.host_facts import has_context
@@ -126,6 +126,17 @@ class Reader(MLReader[Any]):
         metadata = read_metadata(self.sparkSession, path, self._kind)
         with name_incomplete(path, self._kind):
             return self._kind.load_saved(metadata, read(self.sparkSession, path))
+
+
+class Savable(MLWritable):  # type: ignore[misc,unused-ignore]
+    """What Spark ML saves by its `list_saved`, and reads back by its `load_saved`."""
+
+    def write(self) -> MLWriter:
+        return Writer(self)
+
+    @classmethod
+    def read(cls) -> MLReader[Any]:
+        return Reader(cls)
 
 
 def check_class(found: str, path: str, kind: type) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
-from pyspark.ml.util import DefaultParamsReader, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import DefaultParamsReader
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
@@ -20,7 +20,6 @@ from pyspark.sql.types import ArrayType, DataType, DateType, TimestampNTZType, T
 
 from spark_elastic.data.manifest import Column
 from spark_elastic.errors import InvalidInput
-from spark_elastic.estimators import saving
 from spark_elastic.estimators.dataframes.scan import (
     MissingValues,
     convert_column,
@@ -41,6 +40,7 @@ from spark_elastic.estimators.dataframes.schema import (
 from spark_elastic.estimators.outputs import HALF, Outputs, Shape
 from spark_elastic.estimators.params import ColumnParams
 from spark_elastic.estimators.predictor import Predictor
+from spark_elastic.estimators.saving import Savable
 from spark_elastic.monitoring.report import JobReport
 
 
@@ -89,7 +89,7 @@ log = logging.getLogger("spark_elastic")
 _ALL = "__spark_elastic_outputs"
 
 
-class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused-ignore]
+class ElasticModel(Model, ColumnParams, Savable):  # type: ignore[misc,unused-ignore]
     """What an estimator's `fit` returns, whatever the framework; `_restore_predictor` is the framework's."""
 
     def __init__(self, predictor: Predictor, summary: FitSummary, shapes: list[Shape] | None = None) -> None:
@@ -135,13 +135,6 @@ class ElasticModel(Model, ColumnParams, MLWritable):  # type: ignore[misc,unused
         """The worlds of the training as a DataFrame: when each began, its size, and why."""
         worlds = [Row(**asdict(world)) for world in self._summary.worlds]
         return SparkSession.active().createDataFrame(worlds, "seconds double, size int, reason string")
-
-    def write(self) -> MLWriter:
-        return saving.Writer(self)
-
-    @classmethod
-    def read(cls) -> MLReader[Any]:
-        return saving.Reader(cls)
 
     def list_saved(self) -> tuple[dict[str, Any], None, Mapping[str, bytes]]:
         """Metadata, Spark ML's own parameters (None: all), and parts."""

@@ -301,27 +301,19 @@ class FSDPState(ObjectState):
             self._built.append(name)
 
     def _load_values(self, common: Snapshot) -> None:
-        names = [name for name in self._handlers if name not in self._built]
-        plain = pickle.loads(common.values[PLAIN])
-        if set(plain) != set(self._plain) or not set(names) <= set(common.values):
+        plain, own = pickle.loads(common.values[PLAIN]), self._handlers.keys() - self._built
+        if plain.keys() != set(self._plain) or not own <= common.values.keys():
             raise InvalidInput("the commit is of a state of other names: make the same one on each worker.")
-        for name in names:
-            handler = self._handlers[name]
-            assert isinstance(handler, SnapshotHandler)
-            handler.load(common.values[name], common.memory)
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
-        self._number = common.position.step
+        self._load(common, later=self._built)
 
     def _load_built(self, common: Snapshot, pieces: list[Bytes]) -> None:
         if set(common.values) != {PLAIN, LAYOUT, *self._handlers}:
             raise InvalidInput(
                 "build(state) returned other names than before: return the same ones in each world."
             )
+        handlers = self._find_snapshot_handlers()
         for name in self._built:
-            handler = self._handlers[name]
-            assert isinstance(handler, SnapshotHandler)
-            if isinstance(handler, DividedHandler):
+            if isinstance(handler := handlers[name], DividedHandler):
                 handler.pieces = pieces
             handler.load(common.values[name], common.memory)
 

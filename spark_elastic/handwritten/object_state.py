@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -442,9 +442,11 @@ class ObjectState(State):
                 f"a value of the state cannot be pickled ({error}): keep it outside."
             ) from error
 
-    def _load(self, snapshot: Snapshot) -> None:
+    def _load(self, snapshot: Snapshot, later: Collection[str] = ()) -> None:
+        """later: names of values that are not loaded here."""
         for name, handler in self._find_snapshot_handlers().items():
-            handler.load(snapshot.values[name], snapshot.memory)
+            if name not in later:
+                handler.load(snapshot.values[name], snapshot.memory)
         for name, value in pickle.loads(snapshot.values[PLAIN]).items():
             object.__setattr__(self, name, value)
         self._number = snapshot.position.step

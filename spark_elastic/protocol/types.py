@@ -70,6 +70,7 @@ class WorkerId(_Id):
         return int(self.rpartition(".")[2])
 
 
+SLOT_LINE_PREFIX = "spark_elastic: "  # begins a slot's own log line, which the driver always logs
 STOPPED = "T"  # letter of the state of a process that a signal has stopped
 NOT_RUNNING = frozenset((STOPPED, "Z", "X"))  # of all states in which a process does not run: zombie, dead
 # Exit code of a worker that ended itself under R12 (driver silence). Crashing programs choose smaller codes.
@@ -378,11 +379,6 @@ class SlotSpec:
     cpus_per_worker: int | None = _SETTINGS.cpus_per_worker
     device: str = _SETTINGS.device
     slots_per_gpu: int = _SETTINGS.slots_per_gpu
-
-    @property
-    def forks_imports(self) -> bool:
-        """Whether a fork server makes imports for the slot's processes."""
-        return self.fork_workers and bool(self.imports)
 
     @classmethod
     def from_config(cls, config: ElasticConfig, **known: Any) -> Self:

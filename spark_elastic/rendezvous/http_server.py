@@ -26,10 +26,7 @@ from typing import Any, TypeAlias
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.rendezvous import http1
-from spark_elastic.rendezvous.addresses import (
-    Bind,
-    listen,
-)
+from spark_elastic.rendezvous.addresses import Bind, listen
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
 from spark_elastic.rendezvous.sockets import Sockets
 
@@ -98,6 +95,24 @@ class LongPoll:
             connection.send(response)
 
 
+class AfterPass:
+    """A call that the running event loop makes after what it does now: once, however often it was asked for."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._loop: asyncio.AbstractEventLoop | None = None  # that is about to make it
+
+    def request(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # a loop that died will not
+            self._loop = loop
+            loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        self._loop = None
+        self._call()
+
+
 class Waiters:
     """Long polls by topic. A change wakes those that it may concern: thousands of others wait all the time. They look
     for a reply after what the thread does now: several changes at once are one answer."""
@@ -105,7 +120,7 @@ class Waiters:
     def __init__(self) -> None:
         self._polls: dict[Subject, dict[str, set[LongPoll]]] = {subject: {} for subject in Subject}
         self._woken: deque[LongPoll] = deque()
-        self._answering_in: asyncio.AbstractEventLoop | None = None  # that is about to answer them
+        self._answering = AfterPass(self._answer_woken)
 
     def __len__(self) -> int:
         return sum(len(polls) for by_name in self._polls.values() for polls in by_name.values())
@@ -134,13 +149,9 @@ class Waiters:
                 poll.is_woken = True
                 self._woken.append(poll)
         if self._woken:
-            loop = asyncio.get_running_loop()
-            if loop is not self._answering_in:  # a loop that died will not
-                self._answering_in = loop
-                loop.call_soon(self._answer_woken)
+            self._answering.request()
 
     def _answer_woken(self) -> None:
-        self._answering_in = None
         while self._woken:
             try:
                 self._woken.popleft().answer(is_last=False)
@@ -528,7 +539,7 @@ class HttpServer:
 
     def submit(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
-        self._call_in_loop(self._drain)  # a loop that is not there yet begins by draining
+        self._call_in_loop(self.drain)  # a loop that is not there yet begins by draining
 
     def close(self) -> None:
         """Let open requests end, then stop the thread and free the port."""
@@ -546,7 +557,8 @@ class HttpServer:
             with suppress(RuntimeError):  # that loop just died
                 loop.call_soon_threadsafe(call)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Make the submitted calls; in the loop's thread."""
         while self._calls:
             call = self._calls.popleft()
             try:
@@ -592,7 +604,7 @@ class HttpServer:
         self._connections = Connections(self.app, self.limits, self.tls, self._on_empty)
         for listener in self._listeners():
             self._watch(listener)
-        self._drain()
+        self.drain()
         self._served = True
         self._started.set()
         if self._closing.is_set():

@@ -20,7 +20,6 @@ from spark_elastic.protocol.messages import (
 from spark_elastic.protocol.types import INITIAL_VERSION, Fence, MembershipVersion, WorkerId
 
 VERSION = 9  # of the wire format; client and server must have the same
-SLOT_LINE_PREFIX = "spark_elastic: "  # begins a slot's own log line, which the driver always logs
 MAX_BODY_BYTES = 8 << 20  # of a request
 MAX_ANSWER_BYTES = 512 << 20  # all values of the key-value store
 MAX_POLL_SECONDS = 20.0  # for which the server holds a long poll

@@ -8,7 +8,6 @@ wait is a long poll.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import ipaddress
 import logging
@@ -27,7 +26,7 @@ from spark_elastic.rendezvous import auth, codec
 from spark_elastic.rendezvous import messages as wire
 from spark_elastic.rendezvous.addresses import Bind, format_address, listen, listen_on_loopback
 from spark_elastic.rendezvous.http1 import HttpRequest, Response
-from spark_elastic.rendezvous.http_server import AnswerBody, HttpServer, LongPoll, Subject, Wait
+from spark_elastic.rendezvous.http_server import AfterPass, AnswerBody, HttpServer, LongPoll, Subject, Wait
 from spark_elastic.rendezvous.server_state import ServerState, name_generation_scope
 from spark_elastic.rendezvous.status_app import StatusApp
 
@@ -96,7 +95,7 @@ class Routes:
         self._callbacks = callbacks
         self._clock = clock
         self._connections = ConnectionTracker(self._post, clock)
-        self._waking_in: asyncio.AbstractEventLoop | None = None  # that is about to wake the driver
+        self._waking = AfterPass(callbacks.wake)
         end = self._end_poll
         self._for_world = Wait(Subject.WORLD, self._find_next_world, end)
         self._for_update = Wait(Subject.UPDATE, self._find_update, end)
@@ -111,13 +110,13 @@ class Routes:
             messages.RequestNextWorld: self._next_world,
             messages.WorkerDone: self._next_world,
             wire.LogLines: self._logs,
-            wire.WatchSlot: self._watch_slot,
-            wire.WatchWorker: self._watch_worker,
+            wire.WatchSlot: lambda watch: self._find_or_wait(self._for_commands, watch.slot, watch),
+            wire.WatchWorker: lambda watch: self._find_or_wait(self._for_update, watch.worker, watch),
             wire.Report: self._report,
             wire.FindAddresses: self._find_addresses,
             wire.SetValues: self._set,
             wire.GetValues: self._get,
-            wire.ListKeys: self._list_keys,
+            wire.ListKeys: lambda asked: wire.Keys(self._state.values.list_keys(asked.scope, asked.prefix)),
             wire.CompareAndSet: self._compare_and_set,
         }
         return {request: own.get(request, self._acknowledge) for request in wire.REQUESTS}
@@ -177,14 +176,7 @@ class Routes:
         """The driver has the event. Its thread is woken after the requests that are here: it would take the interpreter
         from this one, which has answers to send."""
         self._callbacks.post(event)
-        loop = asyncio.get_running_loop()
-        if loop is not self._waking_in:  # a loop that died will not
-            self._waking_in = loop
-            loop.call_soon(self._wake)
-
-    def _wake(self) -> None:
-        self._waking_in = None
-        self._callbacks.wake()
+        self._waking.request()
 
     # ---- messages that the server answers by itself
 
@@ -192,15 +184,9 @@ class Routes:
         self._callbacks.on_logs(message)
         return ACKNOWLEDGED
 
-    def _watch_slot(self, message: wire.WatchSlot) -> object:
-        return self._find_or_wait(self._for_commands, message.slot, message)
-
     def _find_commands(self, message: wire.WatchSlot, is_last: bool) -> wire.SlotCommands | None:
         now = self._state.get_commands(message.slot, message.seen)
         return now if is_last or now.workers_to_stop or now.release is not None else None
-
-    def _watch_worker(self, message: wire.WatchWorker) -> object:
-        return self._find_or_wait(self._for_update, message.worker, message)
 
     def _find_update(self, message: wire.WatchWorker, is_last: bool) -> wire.WorkerUpdate | None:
         now = self._state.get_update(message.worker)
@@ -249,9 +235,6 @@ class Routes:
     def _find_values(self, message: wire.GetValues, is_last: bool) -> wire.Values | None:
         now = self._state.values.get(message.scope, message.keys)
         return wire.Values(now) if is_last or not message.wait or None not in now else None
-
-    def _list_keys(self, message: wire.ListKeys) -> wire.Keys:
-        return wire.Keys(self._state.values.list_keys(message.scope, message.prefix))
 
     def _compare_and_set(self, message: wire.CompareAndSet) -> wire.Comparison:
         reply = self._state.values.compare_and_set(message)
@@ -460,6 +443,8 @@ class RendezvousServer:
         self._submit(lambda: self._state.end(reason))
 
     def _answer(self, request: HttpRequest) -> Response | AnswerBody:
+        assert self._http_server is not None
+        self._http_server.drain()  # of several requests in a row, the later ones came after these calls
         if self.status_app is not None and self.status_app.handles(request):
             return self.status_app.answer(request)
         return self._dispatcher(request)

@@ -30,6 +30,7 @@ from spark_elastic.protocol.types import KILLED_EXIT_CODES, SlotId, SlotIdentity
 from spark_elastic.rendezvous import codec
 from spark_elastic.worker.forking import ForkedProcess, InheritedSettings, fork_server_cache, start_process
 from spark_elastic.worker.handover import Activation, ChildFds, Header, describe_exit
+from spark_elastic.worker.imports import list_module_places
 from spark_elastic.worker.stack_reader import DUMP_SIGNAL, StackReader, StackSample
 
 CLOSE_WAIT = 2.0  # seconds for a killed process and its last lines
@@ -181,7 +182,7 @@ class Child:
 
 def _build_environment(threads: int | None) -> dict[str, str]:
     """This process's environment with its module path, which is absolute since user code may change the folder."""
-    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
+    path = os.pathsep.join(os.path.abspath(place) for place in list_module_places() if place)
     environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=path)
     if threads is not None:
         for library in ("OMP", "OPENBLAS", "MKL"):  # libraries read these when they are loaded

@@ -185,11 +185,9 @@ def check_host_device(
     return None
 
 
-def require_gpus(
-    config: ElasticConfig, workers: int, environment: Mapping[str, str], devices: Path = DEVICES
-) -> None:
+def require_gpus(config: ElasticConfig, workers: int, environment: Mapping[str, str]) -> None:
     """Refuse a job whose workers all run on this machine, if it shows fewer GPUs than they need."""
-    gpus = len(list_visible_gpus(environment, devices))
+    gpus = len(list_visible_gpus(environment))
     slots = gpus * config.slots_per_gpu
     if config.device != "cuda" or slots >= workers:
         return

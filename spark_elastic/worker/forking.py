@@ -25,7 +25,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import IO
 
-from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
+from spark_elastic.protocol.types import SLOT_LINE_PREFIX
 from spark_elastic.runs.keeper import find_peer, read_start
 from spark_elastic.worker import handover
 from spark_elastic.worker.handover import ADOPT, ENTRY, FORK, FORK_SERVER, IMPORT_LATER, STARTED, ChildFds

@@ -20,23 +20,15 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from elastic_collectives import Group, MismatchError
 from spark_elastic.clock import SystemClock
 from spark_elastic.data.scratch import make_scratch_folder
-from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput
 from spark_elastic.protocol.types import Position, WorldView
-from spark_elastic.runs.checkpoint import (
-    CHECKPOINTER,
-    SNAPSHOT_READER,
-    Checkpointer,
-    CheckpointPolicy,
-    SnapshotReader,
-)
 from spark_elastic.runs.kept_commits import COMMIT_KEEPER
 from spark_elastic.runs.snapshot import PickleCodec
 from spark_elastic.worker.context import get_context, get_process_context, start_call
@@ -52,6 +44,10 @@ from spark_elastic.worker.program import (
     exit_forks,
 )
 from spark_elastic.worker.session import ENTERED, STATE
+
+if TYPE_CHECKING:
+    from spark_elastic.data.store import Store
+    from spark_elastic.runs.checkpoint import Checkpointer, CheckpointPolicy
 
 # Outside the range that systems use for outgoing connections, one of which could take the port before the user does.
 PORTS = (20_000, 32_767)
@@ -81,7 +77,9 @@ class FunctionProgram:
         self.needs_new_process = False
         self.pickled_call = dumps((fn, tuple(args), dict(kwargs or {})))
         self.environment = dict(environment or {})
-        self.imports = (*imports, f"{__name__}?")  # each forked process would import this module anew
+        # Each forked process would import these modules anew. That of checkpoints takes long.
+        own = [__name__] if checkpoint_target is None else [__name__, "spark_elastic.runs.checkpoint"]
+        self.imports = (*imports, *(f"{module}?" for module in own))
 
     def prepare(self) -> None:
         cloudpickle.loads(self.pickled_call)
@@ -103,14 +101,16 @@ class FunctionProgram:
             destroy_process_group()
         self._ran = True
         if self._checkpoint_target is not None and self._checkpointer is None:
+            from spark_elastic.runs import checkpoint
+
             store, policy = self._checkpoint_target
-            codec, report = PickleCodec(), handle.report_checkpoint
-            self._checkpointer = Checkpointer(store, policy, SystemClock(), codec, report)
-            handle.process_values[CHECKPOINTER] = self._checkpointer
+            codec, report, values = PickleCodec(), handle.report_checkpoint, handle.process_values
+            self._checkpointer = checkpoint.Checkpointer(store, policy, SystemClock(), codec, report)
+            values[checkpoint.CHECKPOINTER] = self._checkpointer
             keeper = get_process_context().commit_keeper
             kept = None if keeper is None else keeper.kept
-            handle.process_values[SNAPSHOT_READER] = SnapshotReader(store, policy.run_id, codec, kept)
-            handle.process_values[COMMIT_KEEPER] = keeper
+            values[checkpoint.SNAPSHOT_READER] = checkpoint.SnapshotReader(store, policy.run_id, codec, kept)
+            values[COMMIT_KEEPER] = keeper
         try:
             env = exchange_dist_env(world, group, worker.address, worker.ports)
             if env.others_in_loop and handle.go_alone is not None:
@@ -340,14 +340,19 @@ class ResultStore:
 
     def put(self, pickled: bytes) -> StoredResult:
         name = f"results/{uuid.uuid4().hex}"
-        Store.open(self.url, **self.options).write_verified(name, pickled)
+        self._open().write_verified(name, pickled)
         return StoredResult(name)
 
     def take(self, stored: StoredResult) -> Any:
-        store = Store.open(self.url, **self.options)
+        store = self._open()
         value = cloudpickle.loads(store.read_bytes(stored.name))
         store.delete(stored.name)
         return value
+
+    def _open(self) -> Store:
+        from spark_elastic.data.store import Store  # it takes long, and few results need it
+
+        return Store.open(self.url, **self.options)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ A `?` behind the name says that the program gets along without the module, or ke
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import suppress
@@ -73,6 +74,11 @@ def _follow(module: ModuleType, follower: str) -> None:
     follow = getattr(importlib.import_module(follower), "follow", None)
     if follow is not None:
         follow(module)
+
+
+def list_module_places() -> list[str]:
+    """Where this process searches modules, without Spark's jar: it has none, and reading its names takes long."""
+    return [place for place in sys.path if not os.path.basename(place).startswith("spark-core_")]
 
 
 def list_early_imports(program: object, preload: Sequence[str]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from spark_elastic.protocol import messages
 from spark_elastic.protocol.types import (
     MAX_HEARTBEAT_INTERVAL,
     NOT_RUNNING,
+    SLOT_LINE_PREFIX,
     STOPPED,
     Checkpoint,
     SlotIdentity,
@@ -31,13 +32,7 @@ from spark_elastic.protocol.types import (
     WorkerId,
 )
 from spark_elastic.rendezvous.client import RendezvousClient
-from spark_elastic.rendezvous.messages import (
-    MAX_POLL_SECONDS,
-    SLOT_LINE_PREFIX,
-    LogLines,
-    SlotCommands,
-    WatchSlot,
-)
+from spark_elastic.rendezvous.messages import MAX_POLL_SECONDS, LogLines, SlotCommands, WatchSlot
 from spark_elastic.worker.child import LINE_AT_MOST, Child, OomKillCounter
 from spark_elastic.worker.devices import GpuClaims
 from spark_elastic.worker.forking import fork_server_cache

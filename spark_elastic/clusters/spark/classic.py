@@ -176,17 +176,7 @@ class ExecutorWatch:
         self._thread: InheritableThread | None = None
 
     def start(self, post: Post) -> None:
-        try:
-            methods = {method.getName() for method in self._get_backend().getClass().getMethods()}
-        except (Py4JError, AttributeError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            log.info(
-                "this cluster does not let users look at its executors (%s); hosts are known by their slots' "
-                "registrations alone",
-                lines[-1].strip()[:200],
-            )
-            return
-        if "getExecutorIds" in methods:
+        if str(self._sc.master).partition("[")[0] != "local":
             name = "spark-elastic-executors"
             self._thread = InheritableThread(target=self._watch, args=(post,), name=name, daemon=True)
             self._thread.start()
@@ -197,6 +187,16 @@ class ExecutorWatch:
             self._thread.join(END_WAIT)
 
     def _watch(self, post: Post) -> None:
+        try:
+            self._get_backend().getExecutorIds()
+        except (Py4JError, AttributeError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            log.info(
+                "this cluster does not let users look at its executors (%s); hosts are known by their slots' "
+                "registrations alone",
+                lines[-1].strip()[:200],
+            )
+            return
         known: set[str] | None = None  # None: the first are not posted, as slots may run on them already
         draining: set[str] = set()
         while not self._closing.wait(POLL_EVERY):
@@ -232,8 +232,7 @@ def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) ->
     program = broadcast(sc, spec.payload, spec.what)
     try:
         with spec.open() as probe:
-            has_imports = spec.slot is not None and spec.slot.forks_imports
-            least = min(number, sc.defaultParallelism) if has_imports else 1
+            least = min(number, sc.defaultParallelism) if spec.forking_slot is not None else 1
             if _count_live_executors(sc) == 1:
                 probe = replace(probe, hold=0.0)
             job = f"spark_elastic-preflight-{probe.token}", timeout, number

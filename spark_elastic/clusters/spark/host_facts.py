@@ -5,7 +5,6 @@ Any thread; no state. Imports neither py4j nor the SparkContext, which a client 
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import platform
@@ -22,6 +21,7 @@ import spark_elastic
 from spark_elastic.errors import DriverUnreachable, InvalidInput
 from spark_elastic.rendezvous.addresses import find_address_towards, is_loopback, is_own_address
 from spark_elastic.worker.devices import collect_gpu_facts
+from spark_elastic.worker.imports import list_module_places
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -147,7 +147,10 @@ def collect_host_facts() -> dict[str, str]:
     """This process's host name, versions of installed packages, without imports, and what is known of its GPUs."""
     own = {"python": platform.python_version(), "spark_elastic": spark_elastic.__version__}
     facts = {"host": socket.gethostname(), **own}
+    from importlib import metadata  # it takes long
+
+    places = list_module_places()
     for package in ("numpy", "torch", "tensorflow", "keras"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            facts[package] = importlib.metadata.version(package)
+        for installed in metadata.distributions(name=package, path=places):
+            facts.setdefault(package, installed.version)
     return facts | collect_gpu_facts(os.environ)

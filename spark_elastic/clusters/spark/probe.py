@@ -6,6 +6,7 @@ processes import this module first, so it imports little itself.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import socket
@@ -75,6 +76,12 @@ class Probe:
     token: str = ""  # from `open`: names this preflight's objects in the store
     driver: str | None = None  # from `open`: the address that workers will dial
 
+    @property
+    def forking_slot(self) -> SlotSpec | None:
+        """The slot, if a fork server makes its imports."""
+        slot = self.slot
+        return slot if slot is not None and slot.fork_workers and slot.imports else None
+
     def make_host_check(self) -> Callable[[Mapping[str, Any]], str | None]:
         """A check of hosts: given a host's facts, why it cannot take part in the job, or None."""
         own, device, needs, assigned = collect_host_facts(), self.device, self.needs, self.assigned
@@ -115,7 +122,11 @@ class Probe:
     def report(self, number: int, program: bytes) -> ProbeReport:
         """Check this host. It returns what went wrong: if it raised, Spark would try again."""
         clock = SystemClock()
-        began, facts = clock.now(), collect_host_facts()
+        began = clock.now()
+        if self.forking_slot is not None:
+            begin_imports(self.forking_slot)  # its server makes them while this process goes on
+            importlib.import_module("spark_elastic.clusters.spark.slot_task")
+        facts = collect_host_facts()
         host = facts["host"]
         name = f"{PROBES}/{self.token}/{host}-{os.getpid()}-{number}"
         checks: tuple[Callable[[], str | None], ...] = (
@@ -134,9 +145,8 @@ class Probe:
     # ---- checks: each returns what is wrong, as the rest of a sentence that begins with the host, or None
 
     def _check_program(self, program: bytes) -> str | None:
-        slot = self.slot if self.slot is not None and self.slot.forks_imports else None
+        slot = self.forking_slot
         if slot is not None and not self.loads:
-            begin_imports(slot)
             return None
         try:
             error = find_load_error(program) if slot is None else find_load_error_in_fork(program, slot)

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -90,6 +91,34 @@ def synchronize(handle: Handle) -> Any:
     return handle()
 
 
+P = ParamSpec("P")
+G = TypeVar("G")
+R = TypeVar("R")
+
+
+def of_one(
+    grouped: Callable[Concatenate[Tensors, P], G], get_first: Callable[[G], R]
+) -> Callable[Concatenate[Tensor, P], R]:
+    """Return the operation on one tensor: with the arguments of the one on several, of which it gives the first."""
+
+    def operate(tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        return get_first(grouped([tensor], *args, **kwargs))
+
+    signature, told = inspect.signature(grouped), inspect.signature(get_first).return_annotation
+    tensors, *others = signature.parameters.values()
+    arguments = [tensors.replace(name="tensor", annotation="Tensor"), *others]
+    shown: Any = operate
+    shown.__name__ = shown.__qualname__ = grouped.__name__.removeprefix("grouped_")
+    shown.__doc__ = f"`{grouped.__name__}` of one tensor."
+    shown.__signature__ = signature.replace(parameters=arguments, return_annotation=told)
+    single: Callable[Concatenate[Tensor, P], R] = shown
+    return single
+
+
+def _get_first(results: list[Tensor]) -> Tensor:
+    return results[0]
+
+
 Gradient: TypeAlias = Callable[..., Tensors]
 
 
@@ -111,65 +140,7 @@ class _Differentiable(torch.autograd.Function):
         return None, None, *ctx.gradient(*upstream)
 
 
-def allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = ALL,
-) -> Tensor:
-    """Return the average (default) or another reduction of all ranks' tensors of one shape. Differentiable."""
-    scale = prescale_factor, postscale_factor
-    options = ReduceOptions.from_args(average, op, scale, process_set, compression)
-    return _allreduce([tensor], name, options)[0]
-
-
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = ALL,
-) -> Handle:
-    """`allreduce` without waiting; not differentiable."""
-    options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return start([tensor], name, options, in_place=False).first()
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = ALL,
-) -> Tensor:
-    """`allreduce` into `tensor`."""
-    options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return start([tensor], name, options, in_place=True, awaited=True)()[0]  # type: ignore[no-any-return]
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = ALL,
-) -> Handle:
-    """`allreduce_` without waiting. The tensor belongs to the operation until its handle is done."""
-    options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
-    return start([tensor], name, options, in_place=True).first()
-
-
-def grouped_allreduce(  # noqa: PLR0913
+def grouped_allreduce(  # noqa: PLR0913 - name and arguments are Horovod's
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
@@ -179,7 +150,8 @@ def grouped_allreduce(  # noqa: PLR0913
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ALL,
 ) -> list[Tensor]:
-    """Allreduce several tensors as one operation. Differentiable."""
+    """Return the averages (default) or another reduction of all ranks' tensors, as one operation; each has one shape on
+    all ranks. Differentiable."""
     scale = prescale_factor, postscale_factor
     options = ReduceOptions.from_args(average, op, scale, process_set, compression)
     return _allreduce(tensors, name, options)
@@ -222,9 +194,15 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = ALL,
 ) -> Handle:
-    """`grouped_allreduce_` without waiting."""
+    """`grouped_allreduce_` without waiting. The tensors belong to the operation until its handle is done."""
     options = ReduceOptions.from_args(average, op, (prescale_factor, postscale_factor), process_set)
     return start(tensors, name, options, in_place=True)
+
+
+allreduce = of_one(grouped_allreduce, _get_first)
+allreduce_async = of_one(grouped_allreduce_async, Handle.first)
+allreduce_ = of_one(grouped_allreduce_, _get_first)
+allreduce_async_ = of_one(grouped_allreduce_async_, Handle.first)
 
 
 @disable_compile
@@ -256,11 +234,6 @@ def _allreduce(tensors: Tensors, name: str | None, options: ReduceOptions) -> li
     return differentiable(run, lambda *upstream: _allreduce(upstream, None, options), tensors)
 
 
-def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = ALL) -> Tensor:
-    """Concatenate all ranks' tensors along dimension 0, in which they may differ. Differentiable."""
-    return grouped_allgather([tensor], name, process_set)[0]
-
-
 def gather_rows(tensor: Tensor, process_set: ProcessSet = ALL) -> Tensor:
     """The rows of all ranks, in rank order, for a loss that compares the rows of a batch (contrastive, CLIP, triplets).
     Ranks may have different numbers of rows, or none. All ranks must call it as often, in forward and in backward. The
@@ -269,15 +242,11 @@ def gather_rows(tensor: Tensor, process_set: ProcessSet = ALL) -> Tensor:
     return _gather_grouped([tensor], None, process_set, Sum)[0]
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = ALL) -> Handle:
-    """`allgather` without waiting; not differentiable."""
-    return grouped_allgather_async([tensor], name, process_set).first()
-
-
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = ALL
 ) -> list[Tensor]:
-    """Allgather several tensors as one operation. Differentiable."""
+    """Concatenate all ranks' tensors along dimension 0, in which they may differ; several tensors as one operation.
+    Differentiable."""
     return _gather_grouped(tensors, name, process_set, Average)
 
 
@@ -307,6 +276,10 @@ def grouped_allgather_async(
 ) -> Handle:
     """`grouped_allgather` without waiting; not differentiable."""
     return _gather(tensors, name, process_set)
+
+
+allgather = of_one(grouped_allgather, _get_first)
+allgather_async = of_one(grouped_allgather_async, Handle.first)
 
 
 @disable_compile
@@ -491,34 +464,6 @@ def _alltoall(tensor: Tensor, splits: Splits, name: str | None, process_set: Pro
     return Handle(operation, finish)
 
 
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = ALL,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """Return this rank's part of the reduced tensor, cut along dimension 0; the first ranks get one row more if the
-    rows cannot be divided evenly. Differentiable for Average and Sum."""
-    scale = prescale_factor, postscale_factor
-    return grouped_reducescatter([tensor], name, compression, op, process_set, *scale)[0]
-
-
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = ALL,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    """`reducescatter` without waiting; not differentiable."""
-    scale = prescale_factor, postscale_factor
-    return grouped_reducescatter_async([tensor], name, op, process_set, *scale).first()
-
-
 def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
@@ -528,7 +473,8 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reducescatter several tensors as one operation. Differentiable for Average and Sum."""
+    """Return this rank's parts of the reduced tensors, cut along dimension 0; the first ranks get one row more if the
+    rows cannot be divided evenly. Differentiable for Average and Sum."""
     scale = prescale_factor, postscale_factor
     options = ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set, compression)
     return _reducescatter(tensors, name, options)
@@ -545,6 +491,10 @@ def grouped_reducescatter_async(
     """`grouped_reducescatter` without waiting; not differentiable."""
     scale = prescale_factor, postscale_factor
     return _start(tensors, name, ReduceOptions.from_reducescatter_args(len(tensors), op, scale, process_set))
+
+
+reducescatter = of_one(grouped_reducescatter, _get_first)
+reducescatter_async = of_one(grouped_reducescatter_async, Handle.first)
 
 
 @disable_compile

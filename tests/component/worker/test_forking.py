@@ -18,8 +18,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from spark_elastic.protocol.types import SlotSpec
-from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX
+from spark_elastic.protocol.types import SLOT_LINE_PREFIX, SlotSpec
 from spark_elastic.worker import forking
 from spark_elastic.worker.child import find_load_error, find_load_error_in_fork
 from spark_elastic.worker.forking import fork_server_cache

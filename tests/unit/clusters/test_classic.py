@@ -33,10 +33,6 @@ class Backend:
     def __init__(self, *looks: set[str] | Exception) -> None:
         self._looks = list(looks)
 
-    def getClass(self) -> Any:
-        method = SimpleNamespace(getName=lambda: "getExecutorIds")
-        return SimpleNamespace(getMethods=lambda: [method])
-
     def getExecutorIds(self) -> Any:
         look = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
         if isinstance(look, Exception):
@@ -53,7 +49,7 @@ def test_executors_of_the_first_poll_are_not_posted_and_later_ones_are_whatever_
 ) -> None:
     backend = Backend({"1", "2"}, {"1", "2"}, MemoryError(), {"2", "3"})
     java = SimpleNamespace(schedulerBackend=lambda: backend)
-    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=lambda: java))
+    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=lambda: java), master="yarn")
     monkeypatch.setattr(classic, "POLL_EVERY", 0.001)
     posted: SimpleQueue[DriverEvent] = SimpleQueue()
     watch = ExecutorWatch(context, FakeClock())
@@ -78,7 +74,9 @@ class DeniedGateway:
 
 def test_where_py4j_is_refused_jobs_do_without_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "spark_elastic.spark")
-    context: Any = SimpleNamespace(_jsc=SimpleNamespace(sc=DeniedGateway), defaultParallelism=3)
+    context: Any = SimpleNamespace(
+        _jsc=SimpleNamespace(sc=DeniedGateway), defaultParallelism=3, master="yarn"
+    )
     watch = ExecutorWatch(context, FakeClock())
     watch.start(lambda event: None)
     watch.close()

@@ -27,8 +27,8 @@ from spark_elastic.protocol.messages import (
     WorkerExited,
     WorkerStarted,
 )
-from spark_elastic.protocol.types import Fence, Limits, Member, SlotId, WorkerId, World
-from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, Report
+from spark_elastic.protocol.types import SLOT_LINE_PREFIX, Fence, Limits, Member, SlotId, WorkerId, World
+from spark_elastic.rendezvous.messages import LogLines, Report
 from spark_elastic.testing.fakes import FakeClock
 from tests.simulator.invariants import stamp_event
 from tests.unit.protocol.driver_bench import FOUR, Bench, name

@@ -18,6 +18,7 @@ from spark_elastic.protocol.events import DriverSilent
 from spark_elastic.protocol.messages import Admission, Heartbeat, HeartbeatReply, RegisterSlot, WorkerStarted
 from spark_elastic.protocol.types import (
     INITIAL_VERSION,
+    SLOT_LINE_PREFIX,
     SlotId,
     SlotIdentity,
     SlotSpec,
@@ -25,7 +26,7 @@ from spark_elastic.protocol.types import (
     heartbeat_interval,
 )
 from spark_elastic.rendezvous.client import RendezvousClient, TransportError
-from spark_elastic.rendezvous.messages import SLOT_LINE_PREFIX, LogLines, SlotCommands, WorkerUpdate
+from spark_elastic.rendezvous.messages import LogLines, SlotCommands, WorkerUpdate
 from spark_elastic.testing.fakes import FakeClock
 from spark_elastic.worker import loop
 from spark_elastic.worker.loop import DriverWatch
