@@ -77,8 +77,8 @@ def normalize(values: pa.Array) -> pa.Array:
 
 def store_rows(rows: pa.RecordBatch, columns: Sequence[Column]) -> pa.RecordBatch:
     """These columns as files have them. Arrays of numbers of one shape become their bytes, which are read in a quarter
-    of the time that lists take. Of the others the schema says which have nulls: where there are none, Parquet does not
-    store for each value that it is there, and is read in three quarters of the time."""
+    of the time that lists take. The schema says which others have nulls: where there are none, Parquet stores for no
+    value that it is there, and is read in three quarters of the time."""
     fields, arrays = [], []
     for column in columns:
         values = rows.column(rows.schema.get_field_index(column.name))

@@ -128,8 +128,9 @@ def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) ->
         raise ValueError(f"column {column.name!r} has {values.null_count} nulls")
     if is_vector(values.type):
         array = _to_vectors(values, column)
-    elif types.is_fixed_size_binary(values.type):
-        array = _to_stored_rows(values, column)
+    elif types.is_fixed_size_binary(values.type):  # rows that are stored as their bytes
+        begin, width = values.offset, values.type.byte_width
+        array = np.frombuffer(values.buffers()[1][begin * width : (begin + rows) * width], column.dtype)
     elif column.codec:
         array = decode_values(values.to_pylist(), column)
     elif column.ragged:
@@ -145,15 +146,6 @@ def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) ->
     array = array.reshape(rows, *column.shape)
     array.flags.writeable = False
     return array
-
-
-def _to_stored_rows(values: Any, column: Column) -> Array:
-    """Rows whose numbers are stored as their bytes."""
-    width = values.type.byte_width
-    if width != column.row_bytes:
-        raise ValueError(f"column {column.name!r} has rows of {width} bytes, not {column.row_bytes}")
-    memory = values.buffers()[1] or b""
-    return np.frombuffer(memory, column.dtype, len(values) * math.prod(column.shape), values.offset * width)
 
 
 def _to_elements(values: Any, name: str, dtype: str) -> Array:
