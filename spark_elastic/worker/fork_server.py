@@ -353,8 +353,8 @@ def _look_like_entry() -> None:
 def _reseed() -> None:
     """Seed anew what modules seeded when they were imported, but `random`, which does so itself, and `hash()`."""
     modules: dict[str, Any] = dict(sys.modules)
-    if "numpy" in modules:
-        modules["numpy"].random.seed()
+    if "numpy.random" in modules:  # numpy imports it once it is used
+        modules["numpy.random"].seed()
     if "torch" in modules:
         modules["torch"].default_generator.seed()
     if "multiprocessing" in modules:

@@ -24,7 +24,7 @@ from pyspark import InheritableThread, SparkContext
 
 from spark_elastic.clock import Clock
 from spark_elastic.clusters.spark.host_facts import LOOPBACK, mark_jobs
-from spark_elastic.clusters.spark.payload import Payload, broadcast, destroy
+from spark_elastic.clusters.spark.payload import Payload, share
 from spark_elastic.clusters.spark.platform import JobSpec, MakeTask, SparkPlatform
 from spark_elastic.clusters.spark.preflight import await_probes, check_reports, require_report
 from spark_elastic.clusters.spark.probe import Probe, Task
@@ -82,11 +82,8 @@ class ClassicPlatform(SparkPlatform):
     @contextmanager
     def _ship(self, program: object) -> Iterator[Payload]:
         self._ship_package()
-        shipped = broadcast(self._sc, pickle_for_workers(program), "the program")
-        try:
+        with share(self._sc, pickle_for_workers(program), "the program") as shipped:
             yield shipped
-        finally:
-            destroy(shipped)
 
     def _check_profile(self, profile: ResourceProfile) -> object:
         return self._sc.emptyRDD().withResources(profile)
@@ -176,7 +173,7 @@ class ExecutorWatch:
         self._thread: InheritableThread | None = None
 
     def start(self, post: Post) -> None:
-        if str(self._sc.master).partition("[")[0] != "local":
+        if not _is_local(self._sc):
             name = "spark-elastic-executors"
             self._thread = InheritableThread(target=self._watch, args=(post,), name=name, daemon=True)
             self._thread.start()
@@ -229,30 +226,33 @@ def preflight(sc: SparkContext, spec: Probe, timeout: float, number: int = 1) ->
     must answer, but not while another job of the application trains. number: of workers, whose imports probes begin
     where they can. Raises InvalidInput: the program is too large for Spark's driver. PreflightError: a host cannot run
     the job, or none answered. StoreError: the driver cannot write to the store."""
-    program = broadcast(sc, spec.payload, spec.what)
-    try:
-        with spec.open() as probe:
-            least = min(number, sc.defaultParallelism) if spec.forking_slot is not None else 1
-            if _count_live_executors(sc) == 1:
-                probe = replace(probe, hold=0.0)
-            job = f"spark_elastic-preflight-{probe.token}", timeout, number
-            task = probe.make_task(program)
-            reports: list[Any] = []
-            for attempt in range(1, ROUNDS + 1):
-                executors = _count_live_executors(sc)
-                if attempt == 1:
-                    announce_phase("checking the host" if executors == 1 else f"checking {executors} hosts")
-                # Spark assigns tasks to executors in turns, so that so many reach each idle one.
-                reports += map(require_report, _run_probes(sc, task, max(executors * attempt, least), *job))
-                is_refused = any(report.fault or report.unreached for report in reports)
-                if is_refused or len({report.executor for report in reports}) >= executors:
-                    break
-            return check_reports(probe, reports)
-    finally:
-        destroy(program)
+    with share(sc, spec.payload, spec.what) as program, spec.open() as probe:
+        least = min(number, sc.defaultParallelism) if spec.forking_slot is not None else 1
+        if _count_live_executors(sc) == 1:
+            probe = replace(probe, hold=0.0)
+        job = f"spark_elastic-preflight-{probe.token}", timeout, number
+        task = probe.make_task(program)
+        reports: list[Any] = []
+        for attempt in range(1, ROUNDS + 1):
+            executors = _count_live_executors(sc)
+            if attempt == 1:
+                announce_phase("checking the host" if executors == 1 else f"checking {executors} hosts")
+            # Spark assigns tasks to executors in turns, so that so many reach each idle one.
+            reports += map(require_report, _run_probes(sc, task, max(executors * attempt, least), *job))
+            is_refused = any(report.fault or report.unreached for report in reports)
+            if is_refused or len({report.executor for report in reports}) >= executors:
+                break
+        return check_reports(probe, reports)
+
+
+def _is_local(sc: SparkContext) -> bool:
+    """Whether Spark's driver is the only executor."""
+    return str(sc.master).partition("[")[0] == "local"
 
 
 def _count_live_executors(sc: SparkContext) -> int:
+    if _is_local(sc):
+        return 1
     try:
         registered = len(sc._jsc.sc().statusTracker().getExecutorInfos())
     except (Py4JError, AttributeError):  # users are denied access: one probe for each core

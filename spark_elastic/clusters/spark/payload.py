@@ -9,7 +9,8 @@ import hashlib
 import io
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,12 +20,13 @@ from spark_elastic.errors import InvalidInput
 from spark_elastic.worker.pickling import WorkerPickler, pickle_for_workers
 
 if TYPE_CHECKING:
-    from pyspark import Broadcast, SparkContext
+    from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
 log = logging.getLogger("spark_elastic.spark")
 
 INLINE_AT_MOST = 4 << 20  # bytes; Spark Connect accepts messages of 128 MB, and each job is one
+BROADCAST_FROM = 64 << 10  # bytes; a broadcast of fewer takes longer than they take in each task
 
 
 class Payload(Protocol):
@@ -38,7 +40,7 @@ class Payload(Protocol):
 class InlinePayload:
     """Bytes inside the pickled task."""
 
-    value: bytes  # INLINE_AT_MOST bytes at most
+    value: bytes = field(repr=False)  # INLINE_AT_MOST bytes at most
 
 
 @dataclass(frozen=True)
@@ -66,28 +68,32 @@ class SplitPayload:
         return pickle.dumps(_PickledParts(self.bulk.value, self.secrets))
 
 
-def broadcast(sc: SparkContext, content: bytes, what: str) -> Broadcast[bytes]:
-    """A broadcast, which each executor fetches once. Raises InvalidInput: Spark's driver has no memory for it."""
+@contextmanager
+def share(sc: SparkContext, content: bytes, what: str) -> Iterator[Payload]:
+    """A payload that tasks can read as long as the block runs. what: the bytes in words. Raises InvalidInput: Spark's
+    driver has no memory for them."""
     from py4j.protocol import Py4JJavaError
 
+    if len(content) < BROADCAST_FROM:
+        yield InlinePayload(content)
+        return
     try:
-        return sc.broadcast(content)
+        shipped = sc.broadcast(content)
     except Py4JJavaError as error:
         if "OutOfMemoryError" not in str(error):
             raise
-    size = len(content) / 2**30
-    raise InvalidInput(
-        f"{what} ({size:.1f} GiB) is more than the heap of Spark's driver holds: set spark.driver.memory to "
-        f"{3 * size + 1:.0f}g or more before the session begins."
-    )
-
-
-def destroy(shipped: Broadcast[bytes]) -> None:
-    """Drop a broadcast on the executors, and its file on this machine. Raises nothing."""
+        size = len(content) / 2**30
+        raise InvalidInput(
+            f"{what} ({size:.1f} GiB) is more than the heap of Spark's driver holds: set spark.driver.memory to "
+            f"{3 * size + 1:.0f}g or more before the session begins."
+        ) from None
     try:
-        shipped.destroy()
-    except Exception as error:  # a stopped SparkContext has dropped its broadcasts already
-        log.debug("broadcast not destroyed: %s", error)
+        yield shipped
+    finally:
+        try:
+            shipped.destroy()  # on the executors, and its file on this machine
+        except Exception as error:  # a stopped SparkContext has dropped its broadcasts already
+            log.debug("broadcast not destroyed: %s", error)
 
 
 def make_payload(spark: SparkSession, content: bytes) -> InlinePayload | ArtifactPayload:

@@ -24,11 +24,12 @@ from spark_elastic.clusters.spark import host_facts as session
 from spark_elastic.clusters.spark import slot_task
 from spark_elastic.clusters.spark.classic import SparkLauncher
 from spark_elastic.clusters.spark.payload import (
+    BROADCAST_FROM,
     INLINE_AT_MOST,
     InlinePayload,
     SplitPayload,
-    broadcast,
     make_program_payload,
+    share,
 )
 from spark_elastic.clusters.spark.settings import ExecutorMemory
 from spark_elastic.clusters.spark.slot_task import SlotTask, classify_error, find_host
@@ -251,7 +252,9 @@ def test_the_file_of_a_program_holds_neither_environment_nor_store_options() -> 
     ("java", "raised"),
     [("java.lang.OutOfMemoryError: Java heap space", InvalidInput), ("java.io.IOException", Py4JJavaError)],
 )
-def test_a_broadcast_beyond_the_drivers_heap_is_an_error(java: str, raised: type[Exception]) -> None:
+def test_few_bytes_are_no_broadcast_and_more_than_the_drivers_heap_are_an_error(
+    java: str, raised: type[Exception]
+) -> None:
     class FullContext:
         def broadcast(self, content: bytes) -> None:
             raise BroadcastError("calling", None)
@@ -264,8 +267,11 @@ def test_a_broadcast_beyond_the_drivers_heap_is_an_error(java: str, raised: type
             return java
 
     context: Any = FullContext()
+    with share(context, b"few", "the program") as shipped:
+        assert shipped.value == b"few"
     with pytest.raises(raised, match=r"spark\.driver\.memory to 1g|IOException"):
-        broadcast(context, b"many", "the program")
+        with share(context, bytes(BROADCAST_FROM), "the program"):
+            pass
 
 
 SLOW = "numpy", "fsspec", "asyncio", "elastic_collectives"
