@@ -33,7 +33,6 @@ COPIES = "__spark_elastic_copies"  # the last column of a chunk: how often a row
 # With a smaller share of distinct rows, a chunk has each once, and copies of a row are spread over the table; else they
 # lie side by side.
 DISTINCT = 0.9
-
 SMALLEST = 2500  # hashes of each chunk that are kept to estimate how many rows differ: an error of 2 %
 
 Hashes = npt.NDArray[np.uint64]
