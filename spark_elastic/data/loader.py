@@ -7,8 +7,6 @@ the plan's; how a row group is read is the reader's. One consumer thread uses a 
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +29,6 @@ from spark_elastic.errors import StoreError
 ROWS_AHEAD = 1 << 18  # rows whose row groups are announced to the decoding thread
 BYTES_AHEAD = 16 << 20  # of row groups that are decoded in advance; at least two row groups
 MIN_GROUP_BYTES_FOR_THREAD = 1 << 20  # for smaller row groups a decoding thread costs more than it saves
-NICENESS = 10  # of the threads here, added to that of the process
 
 
 @dataclass(frozen=True)
@@ -148,15 +145,6 @@ def _put(lane: LaneRows, rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
     out[:, lane.offset : lane.offset + lane.width] = rows.reshape(len(out), lane.width, *rows.shape[1:])
 
 
-def yield_processors() -> None:
-    """Have the calling thread take what the threads that train leave: where all processors are busy, a thread that
-    reads would take the place of one that trains for milliseconds, and all other ranks would wait for that one."""
-    if sys.platform == "linux":  # elsewhere it would be the whole process
-        thread = threading.get_native_id()
-        with suppress(OSError):  # a sandbox refuses it
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
-
-
 class _Closed(Exception):
     """The stream was closed: the gathering thread ends."""
 
@@ -270,7 +258,6 @@ class StepStream:
         self._loader.order = self._orders.get(self._epoch)
 
     def _read_ahead(self, epoch: int, first_step: int) -> None:
-        yield_processors()
         with self._ahead:
             try:
                 self._gather_epoch(epoch, first_step)
@@ -422,7 +409,7 @@ class DecodePrefetcher:
                 self._full = False
                 self._wake()
 
-    def _decode(self) -> None:  # as quietly as the gathering thread, which starts this one
+    def _decode(self) -> None:
         # If the store fails, the fetching thread gets the same error and raises it.
         with suppress(Exception):
             while (group := self._next()) is not None:

@@ -20,7 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_elastic.data.reading.decoding import CHECKSUMS, join_batches
+from spark_elastic.data.manifest import Column
+from spark_elastic.data.reading.decoding import CHECKSUMS, decode_columns, join_batches
 from spark_elastic.data.store import Store
 
 CHUNK_BYTES = 64 << 20  # that a task sorts at a time; with copies of them it holds three times that
@@ -32,7 +33,6 @@ COPIES = "__spark_elastic_copies"  # the last column of a chunk: how often a row
 # With a smaller share of distinct rows, a chunk has each once, and copies of a row are spread over the table; else they
 # lie side by side.
 DISTINCT = 0.9
-
 SMALLEST = 2500  # hashes of each chunk that are kept to estimate how many rows differ: an error of 2 %
 
 Hashes = npt.NDArray[np.uint64]
@@ -74,18 +74,25 @@ def normalize(values: pa.Array) -> pa.Array:
     return pa.array(np.where(np.isnan(numbers), numbers.dtype.type(np.nan), numbers))
 
 
-def declare_nulls(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The same rows, whose schema says which columns, and which lists in them, may have nulls: those that have some. Of
-    others Parquet does not store for each value that it is there, and is read in three quarters of the time."""
-    fields, columns = [], []
-    for name, values in zip(rows.schema.names, rows.columns, strict=True):
-        if pa.types.is_list(values.type) and not values.values.null_count:
+def store_rows(rows: pa.RecordBatch, columns: Sequence[Column]) -> pa.RecordBatch:
+    """These columns as files have them. Arrays of numbers of one shape become their bytes, which are read in a quarter
+    of the time that lists take. The schema says which others have nulls: where there are none, Parquet stores for no
+    value that it is there, and is read in three quarters of the time."""
+    fields, arrays = [], []
+    for column in columns:
+        values = rows.column(rows.schema.get_field_index(column.name))
+        if column.shape and np.dtype(column.dtype).kind in "iuf":
+            numbers = decode_columns({column.name: values}, len(rows), (column,), {})[column.name]
+            values = pa.Array.from_buffers(
+                pa.binary(column.row_bytes), len(rows), [None, pa.py_buffer(numbers)]
+            )
+        elif pa.types.is_list(values.type) and not values.values.null_count:
             kind = pa.list_(values.type.value_field.with_nullable(False))
             shape = len(values), values.buffers()[:2], values.null_count, values.offset
             values = pa.Array.from_buffers(kind, *shape, [values.values])
-        fields.append(pa.field(name, values.type, nullable=values.null_count > 0))
-        columns.append(values)
-    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+        fields.append(pa.field(column.name, values.type, nullable=values.null_count > 0))
+        arrays.append(values)
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
 def locate(hashes: Hashes, files: int) -> Hashes:
@@ -242,7 +249,7 @@ class MergeTask:
     folder: str
     chunks: Chunks
     files: Mapping[bool, int]  # whether their rows validate -> number of files
-    columns: Sequence[str]  # columns that are written
+    columns: Sequence[Column]  # that are written
     rows_per_group: int
 
     SCHEMA = "number long, name string"
@@ -260,7 +267,7 @@ class MergeTask:
             return ""
         order = np.repeat(order, _to_numpy(found, COPIES)[order])
         out = pa.BufferOutputStream()
-        rows = declare_nulls(found.select(list(self.columns)))
+        rows = store_rows(found, self.columns)
         options = {"version": "2.6", "compression": "snappy", "use_dictionary": False, **CHECKSUMS}
         with pq.ParquetWriter(out, rows.schema, **options) as writer:
             for begin in range(0, len(order), self.rows_per_group):

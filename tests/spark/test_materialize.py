@@ -18,6 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from spark_elastic.data.manifest import Column, Manifest
+from spark_elastic.data.reading.decoding import HAS_CHECKSUMS
 from spark_elastic.data.reading.group_reader import ArrowReader
 from spark_elastic.data.store import Store
 from spark_elastic.errors import InvalidInput, StoreError
@@ -163,7 +164,7 @@ def test_row_groups_are_cut_exactly_and_reused(spark: SparkSession, store: Store
     assert moved.hash != manifest.hash
     assert np.array_equal(np.sort(read(store, again)["id"]), np.arange(1050))
 
-    for written in (again, in_partitions):  # by Arrow and by Spark
+    for written in (again, in_partitions) if HAS_CHECKSUMS else ():  # by Arrow and by Spark
         path = Path(store.path(written.files[0]))
         content = bytearray(path.read_bytes())
         content[pq.read_metadata(path).row_group(0).column(0).total_compressed_size // 2] ^= 1

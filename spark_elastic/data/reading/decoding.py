@@ -128,6 +128,9 @@ def _to_array(chunked: pa.ChunkedArray | pa.Array, column: Column, rows: int) ->
         raise ValueError(f"column {column.name!r} has {values.null_count} nulls")
     if is_vector(values.type):
         array = _to_vectors(values, column)
+    elif types.is_fixed_size_binary(values.type):  # rows that are stored as their bytes
+        begin, width = values.offset, values.type.byte_width
+        array = np.frombuffer(values.buffers()[1][begin * width : (begin + rows) * width], column.dtype)
     elif column.codec:
         array = decode_values(values.to_pylist(), column)
     elif column.ragged:

@@ -218,7 +218,10 @@ def _to_array(found: dict[str, Any], column: Column, rows: int, constants: Mappi
             f"petastorm leaves out column {column.name!r}, as it does structs (Spark's vectors): use reader 'arrow'."
         )
     values = found[column.name] if column.name in found else np.full(rows, constants[column.name])
-    array = np.asarray(values).astype(column.dtype, copy=False)
+    array = np.asarray(values)
+    if column.shape and array.ndim == 1:  # stored as their bytes
+        array = np.frombuffer(b"".join(array), column.dtype).reshape(-1, *column.shape)
+    array = array.astype(column.dtype, copy=False)
     if array.shape != (rows, *column.shape):
         raise ValueError(f"column {column.name!r} has shape {array.shape}, not {(rows, *column.shape)}")
     array.flags.writeable = False

@@ -30,7 +30,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
 from spark_elastic.clusters.spark.host_facts import describe_jobs, has_context
-from spark_elastic.data.manifest import Manifest
+from spark_elastic.data.manifest import Column, Manifest
 from spark_elastic.data.reading.decoding import read_footers
 from spark_elastic.data.sorted_rows import (
     CHUNK_BYTES,
@@ -130,7 +130,12 @@ class SortedChunks:
         return numbers.mapInArrow(task, row).select(f"{ROW}.*")
 
     def merge(
-        self, folder: str, counts: Mapping[bool, int], rows_per_group: int, row_bytes: int
+        self,
+        folder: str,
+        columns: Sequence[Column],
+        counts: Mapping[bool, int],
+        rows_per_group: int,
+        row_bytes: int,
     ) -> list[list[str]]:
         """Write the rows in order, `row_bytes` each on average; the files of each data set. counts: rows of each."""
         total, distinct = sum(counts.values()), self.distinct
@@ -144,7 +149,7 @@ class SortedChunks:
         chunks = self._spread_copies(len(counts), distinct, total, row_bytes, small) if has_copies else self
         rows_per_file = rows_per_group * GROUPS_PER_FILE
         files = {validates: -(-count // rows_per_file) for validates, count in counts.items()}
-        task = MergeTask(self.sort, folder, chunks.names, files, list(self.types), rows_per_group)
+        task = MergeTask(self.sort, folder, chunks.names, files, columns, rows_per_group)
         written = self._run(task, sum(files.values()), tasks, small)
         found = {row["number"]: row["name"] for row in written}
         ends = accumulate(files.values(), initial=0)
@@ -166,7 +171,9 @@ class SortedChunks:
         """What a task gives for so many numbers: in threads of the driver, or divided among tasks of Spark."""
         if here:
             with ThreadPoolExecutor(READS) as pool:
-                parts = list(pool.map(lambda n: list(task([pa.record_batch({"id": [n]})])), range(number)))
+                parts = list(
+                    pool.map(lambda n: list(task([pa.RecordBatch.from_pydict({"id": [n]})])), range(number))
+                )
             return [row for part in parts for batch in part for row in batch.to_pylist()]
         with _set_conf(self.spark, {}), translate_write_errors(self.sort.store):
             return self.spark.range(0, number, 1, min(number, tasks)).mapInArrow(task, task.SCHEMA).collect()
@@ -203,7 +210,7 @@ def _set_conf(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None
             spark.conf.unset(name) if former is None else spark.conf.set(name, former)
 
 
-_FORM = 5  # of what is written; raise it when that changes
+_FORM = 6  # of what is written; raise it when that changes
 # Leaves of a logical plan whose rows cannot change, and the relation whose files can be listed.
 _RDDS = {"LogicalRDD", "ExternalRDD"}
 _FIXED_LEAVES = {"LocalRelation", "Range", "OneRowRelation"} | _RDDS
@@ -390,7 +397,7 @@ def _write(df: DataFrame, types: Mapping[str, ColumnType], target: _Target) -> t
         row_bytes = sum(column.row_bytes for column in columns)
         row_bytes += scan.count_bytes(columns) // sum(counts.values())
         number = options.count_group_rows(row_bytes)
-        files = chunks.merge(f"{target.folder}/ordered", counts, number, row_bytes)
+        files = chunks.merge(f"{target.folder}/ordered", columns, counts, number, row_bytes)
         target.store.discard(chunks.sort.folder)
     manifests = []
     for folder, names in zip(folders, files, strict=True):

@@ -173,7 +173,7 @@ class GradientScaling:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._scaler is None:
-            optimizer.step()
+            take_step(optimizer)
             return
         before = self._scaler.get_scale()
         self._scaler.step(optimizer)
@@ -197,6 +197,16 @@ def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     if not is_own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return False
     return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """As `step`, without what torch wraps around its own for hooks and profilers, which takes a small model longer than
+    the step itself, where there are none of them."""
+    step = getattr(type(optimizer).step, "__wrapped__", None)
+    if step is None or not is_plain_optimizer(optimizer) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        optimizer.step()
+    else:
+        step(optimizer)
 
 
 class TrainStep(ModelStep[Tensor]):

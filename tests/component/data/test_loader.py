@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter
@@ -122,37 +121,6 @@ def test_the_next_epoch_is_read_before_it_begins(rank: int, size: int) -> None:
         assert np.array_equal(got.columns["x"], wanted.columns["x"])
     assert not first._thread.is_alive(), "after the last epoch nothing is read"
     assert not second._thread.is_alive()
-
-
-@pytest.mark.parametrize("group_bytes", [1, 1 << 30], ids=["decoded ahead", "decoded when needed"])
-def test_reading_leaves_the_processors_to_the_threads_that_train(
-    monkeypatch: pytest.MonkeyPatch, group_bytes: int
-) -> None:
-    monkeypatch.setattr(loader, "MIN_GROUP_BYTES_FOR_THREAD", group_bytes)
-    rows, found, decoded = Rows(), dict[str, int](), threading.Event()
-    is_ahead = group_bytes == 1
-
-    def note() -> None:
-        found[threading.current_thread().name] = os.getpriority(os.PRIO_PROCESS, 0)
-
-    def fetch(group: int) -> ColumnArrays:
-        note()
-        assert decoded.wait(60.0 if is_ahead else 0.0) is is_ahead, "the decoding thread takes its turn"
-        return Rows.fetch(rows, group)
-
-    def prefetch(group: int) -> bool:
-        note()
-        decoded.set()
-        return True
-
-    monkeypatch.setattr(rows, "fetch", fetch)
-    monkeypatch.setattr(rows, "prefetch", prefetch)
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    with StepLoader(PLAN, rows, COLUMNS).steps(0, 0, 0, 1) as stream:
-        assert len(list(stream)) == PLAN.steps
-    names = {"read-ahead", "decode-ahead"} if is_ahead else {"read-ahead"}
-    assert found == dict.fromkeys(names, min(19, before + loader.NICENESS))
-    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_the_loader_ends_a_stream_that_reads_the_next_epoch() -> None:

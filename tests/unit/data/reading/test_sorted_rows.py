@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from spark_elastic.data import sorted_rows
+from spark_elastic.data.manifest import Column
+from spark_elastic.data.reading.decoding import decode_columns
 from spark_elastic.data.sorted_rows import (
     CopyTask,
     MergeTask,
@@ -24,6 +26,7 @@ from spark_elastic.data.store import Store
 
 HASHES = ("hash", "exact")
 ROWS = 5000
+COLUMNS = [Column("a.b", "int64"), Column("text", "object"), *(Column(name, "int64") for name in HASHES)]
 RUN_TASK = """
 import pickle, sys
 task, batch = pickle.load(sys.stdin.buffer)
@@ -74,7 +77,7 @@ def test_files_hold_the_rows_of_their_range_of_hashes_in_order(
     names = spill(store, rows, split)
     assert len(names[False]) > 4
     files = {False: 3} if split is None else {False: 3, True: 2}
-    task = MergeTask(SortTask(store, "chunks", HASHES), "files", names, files, ["a.b", "text"], 100)
+    task = MergeTask(SortTask(store, "chunks", HASHES), "files", names, files, COLUMNS[:2], 100)
     written = [task.write(number) for number in range(sum(files.values()))]
     table = rows.to_pandas()
     for validates, numbers in ((False, range(3)), (True, range(3, 5)))[: len(files)]:
@@ -99,15 +102,52 @@ def test_a_schema_says_where_no_value_is_null() -> None:
         "no element": pa.array([[9.0], [1.0, None], [2.0], [3.0]], lists),
     }
     rows = pa.RecordBatch.from_pydict(columns).slice(1)
-    declared = sorted_rows.declare_nulls(rows)
-    declared.validate(full=True)
-    assert declared.to_pydict() == rows.to_pydict()
-    assert [field.name for field in declared.schema if not field.nullable] == ["number", "list", "no element"]
-    elements = {
-        field.name: field.type.value_field for field in declared.schema if pa.types.is_list(field.type)
-    }
+    stored = sorted_rows.store_rows(rows, [Column(name, "object") for name in columns])
+    stored.validate(full=True)
+    assert stored.to_pydict() == rows.to_pydict()
+    assert [field.name for field in stored.schema if not field.nullable] == ["number", "list", "no element"]
+    elements = {field.name: field.type.value_field for field in stored.schema if pa.types.is_list(field.type)}
     assert [name for name, element in elements.items() if not element.nullable] == ["list", "no list"]
     assert {element.name for element in elements.values()} == {"element"}
+
+
+ARRAYS = {
+    Column("vector", "float32", (2,)): [[1.0, -0.0], [float("nan"), 2.0], [3.0, 1e-45], [4.0, 5.0]],
+    Column("matrix", "int64", (2, 1)): [[[1], [2]], [[3], [-4]], [[5], [6]], [[7], [8]]],
+    Column("flags", "bool", (1,)): [[True], [False], [True], [False]],
+    Column("number", "float64"): [1.0, 2.0, 3.0, 4.0],
+}
+
+
+def test_rows_of_one_shape_are_stored_as_their_bytes(tmp_path: Path) -> None:
+    arrays = [pa.array(values).slice(1) for values in ARRAYS.values()]
+    arrays[0] = arrays[0].cast(pa.list_(pa.float32()))
+    rows = pa.RecordBatch.from_arrays(arrays, [column.name for column in ARRAYS])
+    stored = sorted_rows.store_rows(rows, [*ARRAYS])
+    stored.validate(full=True)
+    assert [str(field.type) for field in stored.schema][:2] == [
+        "fixed_size_binary[8]",
+        "fixed_size_binary[16]",
+    ]
+    assert not any(field.nullable for field in stored.schema)
+    pq.write_table(pa.Table.from_batches([stored]), tmp_path / "rows.parquet", row_group_size=2)
+    read = pq.read_table(tmp_path / "rows.parquet")
+    for part in (slice(0, 3), slice(1, 3)):
+        found = dict(zip(read.schema.names, read.columns, strict=True))
+        found = {name: values.combine_chunks()[part] for name, values in found.items()}
+        decoded = decode_columns(found, part.stop - part.start, (*ARRAYS,), {})
+        for column, values in ARRAYS.items():
+            wanted = np.array(values, column.dtype)[1:][part]
+            assert decoded[column.name].tobytes() == wanted.tobytes()
+            assert (decoded[column.name].dtype, decoded[column.name].shape) == (wanted.dtype, wanted.shape)
+    with pytest.raises(ValueError, match="cannot reshape array of size 4"):
+        decode_columns(found, 2, (Column("vector", "float32", (3,)),), {})
+
+
+def test_arrays_of_another_length_are_not_stored() -> None:
+    rows = pa.RecordBatch.from_pydict({"x": [[1.0], [2.0, 3.0], []]})
+    with pytest.raises(ValueError, match="'x' has arrays of a length other than 1"):
+        sorted_rows.store_rows(rows, [Column("x", "float64", (1,))])
 
 
 def test_chunks_give_their_rows_though_copies_are_in_them_once(store: Store) -> None:
@@ -125,7 +165,7 @@ def test_chunks_give_their_rows_though_copies_are_in_them_once(store: Store) -> 
 def test_a_python_worker_sorts_and_merges_without_pandas_which_takes_long_to_import(tmp_path: Path) -> None:
     store, rows = Store.open(str(tmp_path)), make_rows()
     sort = SortTask(store, "chunks", HASHES, "odd")
-    merge = MergeTask(sort, "files", spill(store, rows, "odd"), {False: 1, True: 1}, ["text"], 100)
+    merge = MergeTask(sort, "files", spill(store, rows, "odd"), {False: 1, True: 1}, COLUMNS[1:2], 100)
     structs = pa.StructArray.from_arrays(rows.columns, rows.schema.names)
     batch = pa.RecordBatch.from_arrays([structs], ["row"])
     for task in ((sort, batch), (merge, pa.RecordBatch.from_pydict({"id": [0, 1]}))):
@@ -147,7 +187,7 @@ def test_each_copy_of_a_row_has_its_number_in_whatever_task_it_is_made(
     made: dict[bool, list[str]] = {False: [], True: []}
     for chunk in pa.Table.from_batches(task([numbers])).to_pylist():
         made[chunk["validates"]].append(chunk["name"])
-    files = MergeTask(sort, "files", made, {False: 1, True: 1}, [*columns, *HASHES], ROWS)
+    files = MergeTask(sort, "files", made, {False: 1, True: 1}, COLUMNS, ROWS)
     for odd in (False, True):
         keys = np.sort(rows["a.b"].to_numpy()[rows["odd"].to_numpy(zero_copy_only=False) == odd])
         copies = np.arange(len(keys)) - np.searchsorted(keys, keys)

@@ -25,7 +25,7 @@ from spark_elastic.protocol.types import START, MembershipVersion, Phase, Positi
 from spark_elastic.training.batch import LocalBatch
 from spark_elastic.training.torch.loss import MultiOutputLoss
 from spark_elastic.training.torch.metrics import Metrics
-from spark_elastic.training.torch.step import GradientScaling, is_plain_optimizer
+from spark_elastic.training.torch.step import GradientScaling, is_plain_optimizer, take_step
 from spark_elastic.training.trainer import DeferredInterrupts, StepCall
 from tests.unit.training.torch.trainees import (
     NEXT,
@@ -259,6 +259,44 @@ def test_an_optimizer_with_code_of_others_is_not_plain() -> None:
     optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
     assert not is_plain_optimizer(optimizer)
     assert not is_plain_optimizer(type("Own", (torch.optim.SGD,), {})(nn.Linear(2, 1).parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        (torch.optim.AdamW, {"lr": 0.1}),
+        (torch.optim.Rprop, {}),
+    ],
+)
+def test_a_step_of_torchs_optimizer_has_the_bits_of_its_own_call(kind: Any, options: dict[str, Any]) -> None:
+    states = []
+    for step in (take_step, lambda optimizer: optimizer.step()):
+        torch.manual_seed(0)
+        optimizer = kind(nn.Linear(9, 7).parameters(), **options)
+        for _ in range(3):
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad = torch.randn_like(parameter)
+            step(optimizer)
+        tensors = [
+            tensor for state in optimizer.state.values() for tensor in state.values() if tensor is not None
+        ]
+        states.append([tensor.tolist() for tensor in (*optimizer.param_groups[0]["params"], *tensors)])
+    assert states[0] == states[1]
+
+
+def test_hooks_and_profilers_see_a_step_of_torchs_optimizer() -> None:
+    optimizer, calls = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1), []
+    take_step(optimizer)
+    with torch.profiler.profile() as profiled:
+        take_step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.name for event in profiled.events()}
+    optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
+    take_step(optimizer)
+    optimizer.step = lambda: calls.append("own")  # type: ignore[method-assign, assignment, misc]
+    take_step(optimizer)
+    assert calls == ["hook", "own"]
 
 
 def test_fp16_alone_is_refused_where_torch_has_no_scaler_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
