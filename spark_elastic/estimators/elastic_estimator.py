@@ -30,7 +30,7 @@ Paths = Path | Sequence[Path]
 _UNSAVED = ("storage_options",)  # they may hold credentials
 
 
-class ElasticEstimator(Estimator[Any], EstimatorParams, Savable):  # type: ignore[misc,unused-ignore]
+class ElasticEstimator(Savable, Estimator[Any], EstimatorParams):  # type: ignore[misc,unused-ignore]
     """Base of the estimators of torch and Keras."""
 
     _check_objects: Callable[[Mapping[str, Any]], Any]  # of the framework: see `build_request`

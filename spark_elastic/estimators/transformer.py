@@ -89,7 +89,7 @@ log = logging.getLogger("spark_elastic")
 _ALL = "__spark_elastic_outputs"
 
 
-class ElasticModel(Model, ColumnParams, Savable):  # type: ignore[misc,unused-ignore]
+class ElasticModel(Savable, Model, ColumnParams):  # type: ignore[misc,unused-ignore]
     """What an estimator's `fit` returns, whatever the framework; `_restore_predictor` is the framework's."""
 
     def __init__(self, predictor: Predictor, summary: FitSummary, shapes: list[Shape] | None = None) -> None:

@@ -191,10 +191,17 @@ class GradientScaling:
             self._scaler.load_state_dict(state["scaler"])
 
 
+# Of what torch wraps around the `step` of each of its optimizers, for hooks and profilers.
+_AROUND_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+
+
 def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step is torch's own, and nothing else is called with it."""
+    step = type(optimizer).step
     is_own = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
-    if not is_own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    if not is_own or getattr(step, "__code__", None) is not _AROUND_STEP:  # another library has replaced it
+        return False
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         return False
     return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
@@ -202,11 +209,10 @@ def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 def take_step(optimizer: torch.optim.Optimizer) -> None:
     """As `step`, without what torch wraps around its own for hooks and profilers, which takes a small model longer than
     the step itself, where there are none of them."""
-    step = getattr(type(optimizer).step, "__wrapped__", None)
-    if step is None or not is_plain_optimizer(optimizer) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        optimizer.step()
+    if is_plain_optimizer(optimizer) and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
     else:
-        step(optimizer)
+        optimizer.step()
 
 
 class TrainStep(ModelStep[Tensor]):

@@ -13,7 +13,7 @@ import torch
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.estimators import saving
 from spark_elastic.estimators.saving import check_class, pack
-from spark_elastic.estimators.torch_estimator import load_trained_module
+from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator, load_trained_module
 from spark_elastic.estimators.torch_model import ElasticTorchModel
 from spark_elastic.estimators.torch_objects import check_torch_objects
 from spark_elastic.estimators.transformer import FitSummary
@@ -141,6 +141,12 @@ def test_an_incomplete_copy_is_named_with_what_it_lacks(parts: Any, says: str, m
     monkeypatch.setattr(saving, "DefaultParamsReader", read)
     with pytest.raises(StoreError, match=f"^there cannot be loaded as ElasticTorchModel, .*{says}: give"):
         Reader(ElasticTorchModel).load("there")
+
+
+@pytest.mark.parametrize("kind", [ElasticTorchEstimator, ElasticTorchModel])
+def test_what_is_saved_has_a_reader(kind: Any) -> None:
+    """And not that of Spark ML's mixin, which is a base, too, and has none."""
+    assert isinstance(kind.read(), saving.Reader)
 
 
 def test_what_another_class_saved_is_named_with_the_class_that_loads_it() -> None:

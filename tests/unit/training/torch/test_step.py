@@ -6,7 +6,7 @@ import copy
 import signal
 import threading
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -244,7 +244,7 @@ def test_r01_an_interrupt_waits_for_the_end_of_the_apply_section() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_an_optimizer_with_code_of_others_is_not_plain() -> None:
+def test_an_optimizer_with_code_of_others_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> torch.optim.SGD:
         return torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
 
@@ -259,6 +259,8 @@ def test_an_optimizer_with_code_of_others_is_not_plain() -> None:
     optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
     assert not is_plain_optimizer(optimizer)
     assert not is_plain_optimizer(type("Own", (torch.optim.SGD,), {})(nn.Linear(2, 1).parameters(), lr=0.1))
+    monkeypatch.setattr(torch.optim.SGD, "step", wraps(torch.optim.SGD.step)(lambda self: None))
+    assert not is_plain_optimizer(build())
 
 
 @pytest.mark.parametrize(
