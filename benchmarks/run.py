@@ -70,6 +70,7 @@ CASES = {
         minutes=20,
     ),
     "host_step": Case("gpu:measure", {"device": "pretend", "cases": (6,)}, ONE_ROUND),
+    "kept_commits": Case("kept_commits:measure", small={"nets": ((2, 16, 20),), **ONE_ROUND}),
     "loop_memory": Case("memory:measure_loops", small={"megabytes": 1024}, minutes=15),
     "memory": Case("memory:measure", {"megabytes": 10_240}, {"megabytes": 64, "single": 64}, minutes=15),
     "recovery": Case("recovery:measure", small={"kills": 1, "peer_kills": 1, "local_sizes": (2,)}, minutes=8),

@@ -124,8 +124,9 @@ class ElasticConfig:
         checkpoint stays. Waiting for workers counts; what a fit does before (checks, writing rows) does not. A
         resumed run starts over with its time. None: never.
     checkpoints_kept: number of checkpoints to keep, the newest ones.
-    keep_commits: each step's state of a run with a `run_id` is also kept in the memory of its hosts, outside of the
-        workers and where it fits into half of what is free, so that the next driver of the run continues at the step.
+    keep_commits: the state of a run with a `run_id` is also kept in the memory of its hosts, outside of the workers and
+        where it fits into half of what is free: each commit of a loop, and of an estimator as many steps as 5 % of the
+        time allow, at least one in half a second. The next driver of the run repeats no more than that.
     orphan_timeout: for how long the memory of hosts keeps it once the workers have ended with their driver.
     ledger: workers of a fit write which rows they trained in which step, and when.
     ship: send this package (not numpy or the framework) to executors that lack it.

@@ -89,7 +89,8 @@ class CommitKeeper:
             return None
         self.allocations += 1
         is_larger = nbytes > max((each.memory.nbytes for each in self._segments), default=-1)
-        if is_larger and not _has_room(2 * nbytes):
+        room = measure_available_memory() if is_larger else None
+        if room is not None and 2 * nbytes > SHARE * room[0]:
             size = f"{nbytes / 2**20:.0f} MiB"
             self._give_up(f"two copies of its {size} do not fit into half of the free memory")
             return None
@@ -258,22 +259,13 @@ class _Header:
     def read(self, descriptor: int) -> Snapshot | None:
         """The commit; None: it is not what was kept."""
         memory: Bytes = np.empty(self.nbytes, np.uint8)
-        read = os.preadv(descriptor, [memory.data], ARRAYS) if self.nbytes else 0
-        more = read
-        while more and read < self.nbytes:
-            more = os.preadv(descriptor, [memory.data[read:]], ARRAYS + read)
+        read = 0
+        while read < self.nbytes and (more := os.preadv(descriptor, [memory.data[read:]], ARRAYS + read)):
             read += more
         values = os.pread(descriptor, self.values_bytes, ARRAYS + max(1, self.nbytes))
-        if read < self.nbytes or _sum(memory) != self.sum:
-            return None
-        if hashlib.sha256(values).hexdigest() != self.digest:
-            return None
-        return Snapshot(self.position, pickle.loads(values), memory)
-
-
-def _has_room(nbytes: int) -> bool:
-    room = measure_available_memory()
-    return room is None or nbytes <= SHARE * room[0]
+        sums = _sum(memory), hashlib.sha256(values).hexdigest()
+        is_whole = read == self.nbytes and sums == (self.sum, self.digest)
+        return Snapshot(self.position, pickle.loads(values), memory) if is_whole else None
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_collectives import Group
+from spark_elastic.clock import SystemClock
 from spark_elastic.errors import InvalidInput, StoreError
 from spark_elastic.protocol.types import Phase, Position
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 _NOTHING: Bytes = np.empty(0, np.uint8)
+SMALL = 1 << 18  # bytes that are copied more quickly than a thread is started
 ALIGNMENT = 64  # in a snapshot's memory each array begins at a multiple of so many bytes
 
 
@@ -181,6 +183,7 @@ class _BackgroundCopy:
     def __init__(self, snapshot: Snapshot, builder: SnapshotBuilder, keeper: CommitKeeper | None) -> None:
         self.snapshot, self._keeper = snapshot, keeper
         self.is_void = True  # until the copy is complete, whatever is raised
+        self.seconds, self._clock = 0.0, SystemClock()  # how long its thread took
         self._deferred, self._counters = builder.deferred, builder.change_counters
         self._before = self._look()
         self._done = threading.Lock()
@@ -188,6 +191,7 @@ class _BackgroundCopy:
     def start(self) -> None:
         """Start a thread. `threading.Thread` would wait until the thread runs, which costs more than a small copy."""
         self._done.acquire()
+        self.seconds = -self._clock.now()
         _thread.start_new_thread(self._run_in_thread, ())
 
     def run(self) -> None:
@@ -217,6 +221,7 @@ class _BackgroundCopy:
         try:
             self.run()
         finally:
+            self.seconds += self._clock.now()
             self._done.release()
 
 
@@ -229,6 +234,7 @@ class SnapshotBuffer:
         self._free_memory: Bytes = np.empty(0, np.uint8)
         self._running: _BackgroundCopy | None = None
         self._synchronous = False  # deferred memory changed too early once: no more background copies
+        self.copy_seconds = 0.0  # that the thread of the newest copy took which had one
         self.keeper, self._warns = keeper, warns
 
     def begin(self, position: Position, capture: Capture) -> None:
@@ -238,7 +244,7 @@ class SnapshotBuffer:
         snapshot = Snapshot(position, values, self.get_free_memory(builder.size))
         builder.copy_to(snapshot.memory)
         copy = _BackgroundCopy(snapshot, builder, self.keeper)
-        if self._synchronous or not builder.deferred:
+        if self._synchronous or sum(source.nbytes for _, source in builder.deferred) < SMALL:
             copy.run()
             self._swap(snapshot)
         else:
@@ -251,6 +257,7 @@ class SnapshotBuffer:
         if copy is None:
             return
         copy.join()
+        self.copy_seconds = copy.seconds
         if not copy.is_void:
             self._swap(copy.snapshot)
             return

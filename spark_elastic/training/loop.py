@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_collectives import CollectiveError, Group
-from spark_elastic.clock import SystemClock, read_thread_seconds
+from spark_elastic.clock import SystemClock
 from spark_elastic.data.loader import StepRows
 from spark_elastic.data.plan import Division
 from spark_elastic.data.transformation import Transformation
@@ -26,19 +26,16 @@ from spark_elastic.errors import add_note
 from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import MembershipVersion, Phase, Position, WorldView
 from spark_elastic.runs.checkpoint import Checkpointer, SnapshotReader
-from spark_elastic.runs.kept_commits import CommitKeeper
 from spark_elastic.runs.ledger import Ledger
-from spark_elastic.runs.snapshot import SnapshotBuffer, build_snapshot
+from spark_elastic.runs.snapshot import build_snapshot
 from spark_elastic.training.progress import TrainingProgress, select_figures, to_json_values
 from spark_elastic.training.row_balancer import STRAGGLER_GAIN, RowBalancer
 from spark_elastic.training.spec import TrainSpec
+from spark_elastic.training.step_commits import StepCommits
 from spark_elastic.training.trainer import ModelTrainer, StepCall, StepDisputed, sync_state
 from spark_elastic.training.transformation_pool import TransformationPool, bind_transformation
 from spark_elastic.worker.context import get_process_context
 from spark_elastic.worker.program import CHANGE, Completed, Outcome, Stopped, WorkerHandle, exit_forks
-
-FREE_COMMIT = 0.005  # seconds of a processor that the training thread may spend for the commit of each step
-COMMIT_SHARE = 0.05  # of the time, that it spends for commits beyond that
 
 
 class TrainingLoop:
@@ -67,15 +64,12 @@ class TrainingLoop:
         self._trainer.prepare(TrainingProgress(), self._ledger)
         self._state, self._callbacks = self._trainer.state, self._trainer.callbacks
         self._snapshot_reader: SnapshotReader | None = None
-        self._keeper: CommitKeeper | None = None
-        self._commits: SnapshotBuffer | None = None  # None: this process keeps no commits
-        self._next_commit = 0.0  # not before, since commits are to cost little of the time
+        keeper = None if spec.checkpoints is None else get_process_context().commit_keeper
+        self._commits = StepCommits(keeper, self._clock)
         if spec.checkpoints is not None:
-            self._keeper = get_process_context().commit_keeper
-            kept = None if self._keeper is None else self._keeper.kept
             run_id, codec = spec.checkpoints.run_id, self._state.codec
+            kept = None if keeper is None else keeper.kept
             self._snapshot_reader = SnapshotReader(spec.store, run_id, codec, kept)
-            self._commits = None if self._keeper is None else SnapshotBuffer(self._keeper, warns=False)
         self._reader, self._loader = spec.open_reader(spec.rows)
         self._validation = None if spec.validation is None else spec.open_reader(spec.validation)
 
@@ -85,8 +79,7 @@ class TrainingLoop:
     def sync(self, world: WorldView, group: Group) -> Position:
         assert world.source is not None
         self._mark("formed", group)
-        if self._commits is not None:
-            self._commits.wait()  # the state that is being copied may be replaced
+        self._commits.wait()  # the state that is being copied may be replaced
         self._trainer.move_to_device()
         self._callbacks.on_fit_begin(group)
         if world.resume and group.rank == world.source:
@@ -108,14 +101,15 @@ class TrainingLoop:
         self._warn_of_dependence(group)
         self._callbacks.on_world_begin(group)
         self._balancer, self._reported = self._make_balancer(group), False
-        if self._keeper is not None:
-            self._keeper.begin_world(world.fence, keeps=world.me.local_rank == 0)
+        self._commits.begin_world(world)
         policy = self._spec.checkpoints
         if group.rank == 0 and policy is not None and self._checkpointer is None:
             codec, report = self._state.codec, handle.report_checkpoint
             self._checkpointer = Checkpointer(self._spec.store, policy, self._clock, codec, report)
         try:
-            return self._run_epochs(world, group, handle)
+            is_over = self._run_epochs(world, group, handle)
+            self._commits.keep(self._state, at_once=True)
+            return Completed(self._finish(group)) if is_over else Stopped(CHANGE)
         except CollectiveError:
             self._mark("broke", group)
             if self._checkpointer is not None:
@@ -133,20 +127,21 @@ class TrainingLoop:
             self._validation[0].close()
         self._ledger.close()
 
-    def _run_epochs(self, world: WorldView, group: Group, handle: WorkerHandle) -> Outcome:
+    def _run_epochs(self, world: WorldView, group: Group, handle: WorkerHandle) -> bool:
+        """Whether no work is left; False: all stop here, since the membership changes."""
         version = world.version
         while self._has_work():
             if self._state.position.phase is Phase.TRAIN:
                 version = self._train(world, group, handle)
                 if self._state.position.phase is Phase.TRAIN:
-                    return Stopped(CHANGE)
+                    return False
             if self._state.position.phase is Phase.VALIDATE and not self._validate(world, group, handle):
-                return Stopped(CHANGE)
+                return False
             self._close_epoch(world, group, handle)
             if version > world.version and self._has_work():  # it may have come with the last step
                 self._write_checkpoint_if_job_ends(world, version)
-                return Stopped(CHANGE)
-        return Completed(self._finish(group))
+                return False
+        return True
 
     def _has_work(self) -> bool:
         """A training that a callback ended still closes its epoch."""
@@ -191,7 +186,7 @@ class TrainingLoop:
                     self._add_rows(error, rows)
                     raise
                 handle.report_position(self._state.position)
-                self._keep_commit()
+                self._commits.keep(self._state)
                 self._write_pending_and_build_next(world, applied=True)
                 self._report(group, handle, decision.loss / (decision.denominator or 1.0), decision.rows)
                 version = decision.version
@@ -272,8 +267,7 @@ class TrainingLoop:
 
     def _call_step_finalized(self) -> None:
         """Call the callbacks for the newest step, which is finalized now (R1, finalized steps)."""
-        if self._commits is not None:
-            self._commits.wait()  # the next step is about to be applied
+        self._commits.wait()  # the next step is about to be applied
         progress = self._state.progress
         logs, progress.pending_logs = progress.pending_logs, None
         if logs is not None:
@@ -283,7 +277,7 @@ class TrainingLoop:
         """An exchange that applies no step of training is complete, with this newest version."""
         self._write_pending_and_build_next(world, applied=False)
         self._call_step_finalized()
-        self._keep_commit()
+        self._commits.keep(self._state)
         self._write_checkpoint_if_job_ends(world, version)
 
     def _write_pending_and_build_next(self, world: WorldView, *, applied: bool) -> None:
@@ -294,17 +288,6 @@ class TrainingLoop:
         checkpointer.write_pending(world.fence)
         if applied and checkpointer.count_step():
             checkpointer.build_pending(lambda: build_snapshot(state.position, state.capture))
-
-    def _keep_commit(self) -> None:
-        """R23 (kept commits). Commits that hold up the training are made less often."""
-        now, keeper = self._clock.now(), self._keeper
-        if keeper is None or self._commits is None or not keeper.keeps or now < self._next_commit:
-            return
-        began, allocations = read_thread_seconds(), keeper.allocations
-        self._commits.begin(self._state.position, self._state.capture)
-        if keeper.allocations == allocations:
-            seconds = read_thread_seconds() - began
-            self._next_commit = now + max(0.0, seconds - FREE_COMMIT) / COMMIT_SHARE
 
     def _write_checkpoint_if_job_ends(self, world: WorldView, version: MembershipVersion) -> None:
         """If this boundary is the job's last, write the state to the store before any worker leaves."""
@@ -328,7 +311,7 @@ class TrainingLoop:
         self._trainer.reset_metrics()
         state.position = Position(state.position.epoch + 1, Phase.TRAIN, 0)
         handle.report_position(state.position)
-        self._keep_commit()
+        self._commits.keep(self._state)
 
     def _history_entry(self) -> dict[str, Any]:
         sums = self._state.progress.epoch

@@ -84,7 +84,8 @@ class TrainingProgress:
         self.epoch, self.validation = StepSums(), StepSums()
 
     def to_values(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        own = dataclasses.asdict(dataclasses.replace(self, history=[]))
+        return {**own, "history": list(self.history)}  # whose entries stay as they are, and grow in number
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> TrainingProgress:

@@ -40,23 +40,27 @@ from spark_elastic.training.trainer import describe_dependent_layers
 
 
 def rng_state() -> dict[str, Any]:
+    """The states of the process's generators. Their words are arrays: one by one they would cost more than a step."""
     give_back_generators()
     state: Any = np.random.get_state()
     kind, words, *rest = state
+    version, numbers, *others = random.getstate()
     return {
         "torch": get_torch_rng_state(),
-        "numpy": (kind, words.tolist(), *rest),
-        "python": random.getstate(),
+        "numpy": (kind, words.astype(np.int64), *rest),
+        "python": (version, np.array(numbers, np.int64), *others),
         "device": get_device_rng_state(),
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
+    """Set what `rng_state` returned; also from a checkpoint that has the words one by one."""
     give_back_generators()
     torch.set_rng_state(state["torch"])
     kind, words, *rest = state["numpy"]
     np.random.set_state((kind, np.array(words, np.uint32), *rest))
-    random.setstate(state["python"])
+    version, numbers, *others = state["python"]
+    random.setstate((version, tuple(np.array(numbers).tolist()), *others))
     set_device_rng_state(state["device"])
 
 

@@ -342,11 +342,16 @@ def read_data(folder: Path) -> Data:
     return store, Manifest.load(store, "manifest.json")
 
 
-def count_repeated_steps(folder: Path) -> int:
-    """How many steps more than one driver's workers have applied."""
-    lines = (json.loads(line) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines())
-    taken = {(each["epoch"], each["step"], each["attempt"]) for each in lines if each["event"] == "applied"}
-    return len(taken) - len({step[:2] for step in taken})
+def measure_repeated_work(folder: Path) -> float:
+    """Seconds from the first to the last but one of the steps that two drivers' workers have applied: the last one may
+    have ended before it was kept."""
+    texts = (path.read_text() for path in folder.glob("*.jsonl"))
+    lines = [
+        line for text in texts for line in map(json.loads, text.splitlines()) if line["event"] == "applied"
+    ]
+    first, again = ({(e["epoch"], e["step"]): e["wall"] for e in lines if e["attempt"] == a} for a in (1, 2))
+    walls = sorted(first[step] for step in first.keys() & again.keys())[:-1]
+    return walls[-1] - walls[0] if walls else 0.0
 
 
 def check_every_row_once_by_attempt(folder: Path, epochs: int) -> None:

@@ -148,7 +148,7 @@ def test_r23_nothing_stays_after_orphan_timeout(key: bytes) -> None:
 def test_r23_a_commit_whose_arrays_changed_before_the_next_step_is_not_kept(
     key: bytes, keeper: CommitKeeper
 ) -> None:
-    weights, buffer = np.full(1000, 1.0), SnapshotBuffer(keeper)
+    weights, buffer = np.full(1 << 17, 1.0), SnapshotBuffer(keeper)  # small ones are copied at once
 
     def commit(step: int) -> None:
         def capture(builder: SnapshotBuilder) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def test_r23_a_commit_whose_arrays_changed_before_the_next_step_is_not_kept(
     weights += 1.0
     with pytest.warns(RuntimeWarning, match="does not count"):
         buffer.wait()
-    assert read_step(KeptCommits(key).find_newest(), key) == (1, 1000)
+    assert read_step(KeptCommits(key).find_newest(), key) == (1, 1 << 17)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,12 @@ from spark_elastic.gradients.step_summary import StepDecision
 from spark_elastic.protocol.types import INITIAL_VERSION, Checkpoint, Fence, Phase, Position
 from spark_elastic.runs.checkpoint import CheckpointStore, SnapshotReader
 from spark_elastic.runs.snapshot import PickleCodec
+from spark_elastic.testing import FakeClock
 from spark_elastic.training import loop as module
 from spark_elastic.training.batch import Arrays, LocalBatch, StepMetrics
 from spark_elastic.training.loop import TrainingLoop
 from spark_elastic.training.progress import StepSums, TrainingProgress, select_figures, to_json_values
+from spark_elastic.training.step_commits import StepCommits
 from tests.memory_store import make_memory_store
 
 KEPT = Position(2, Phase.TRAIN, 7)
@@ -67,7 +69,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Exception | Posi
         loop._snapshot_reader = SnapshotReader(make_memory_store(), "r", PickleCodec())
         loop._state = SimpleNamespace(load=lambda snapshot: None, position=KEPT)
         loop._callbacks = SimpleNamespace(on_fit_begin=lambda group: None)
-        loop._mark, loop._commits = lambda *given: None, None
+        loop._mark, loop._commits = lambda *given: None, StepCommits(None, FakeClock())
         built: TrainingLoop = loop
         return built
 

@@ -273,6 +273,12 @@ def test_r03_draws_follow_from_the_key_alone(monkeypatch: pytest.MonkeyPatch, ne
 
     kept = rng_state()
     plain = draw()
+    kind, words, *rest = kept["numpy"]
+    version, numbers, *others = kept["python"]
+    older = {"numpy": (kind, words.tolist(), *rest), "python": (version, tuple(numbers.tolist()), *others)}
+    for form in (kept, {**kept, **older}):  # the latter stands in older checkpoints
+        set_rng_state(form)
+        assert draw() == plain
     set_rng_state(kept)
     drawn = []
     for key in [(1, 0, 2), (1, 0, 2), (1, 0, 3)]:
