@@ -91,6 +91,22 @@ def test_p7_a_checkpoint_is_read_once_for_worlds_that_fail(reads: list[Checkpoin
     assert reads == [checkpoint(number) for number in (3, 3, 4, 4)]
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_r23_the_state_is_kept_before_all_leave_a_world(training: Any, is_over: bool) -> None:
+    loop, done = training([]), []
+    loop._spec = SimpleNamespace(checkpoints=None)
+    loop._trainer.move_to_device = loop._warn_of_dependence = loop._callbacks.on_world_begin = lambda *given: (
+        None
+    )
+    loop._make_balancer = lambda group: None
+    keep = lambda state, at_once=False: done.append(("kept", at_once))  # noqa: E731
+    loop._commits = SimpleNamespace(begin_world=lambda world: done.append("begins"), keep=keep)
+    loop._run_epochs = lambda *given: done.append("stops") or is_over
+    loop._finish = lambda group: done.append("finishes")
+    loop.run(SimpleNamespace(), GROUP, SimpleNamespace())
+    assert done == ["begins", "stops", ("kept", True), *(["finishes"] if is_over else [])]
+
+
 @pytest.mark.parametrize(
     ("rows", "shares", "balances"), [(8, 0, True), (4, 0, True), (3, 0, False), (8, 2, False)]
 )
