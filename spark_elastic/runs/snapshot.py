@@ -171,6 +171,12 @@ def build_snapshot(position: Position, capture: Capture, builder: SnapshotBuilde
     return Snapshot(position, values, memory)
 
 
+def _sample(source: Bytes) -> tuple[bytes, ...]:
+    """Of its begin, middle and end: the first row may be one of zeros, as padding has it, which stay as they are."""
+    parts = source[:ALIGNMENT], source[len(source) // 2 :][:ALIGNMENT], source[-ALIGNMENT:]
+    return tuple(part.tobytes() for part in parts)
+
+
 def _copy(sources: list[tuple[int, Bytes]], memory: Bytes) -> None:
     for offset, source in sources:
         np.copyto(memory[offset : offset + source.nbytes], source)
@@ -207,10 +213,9 @@ class _BackgroundCopy:
             if self._keeper is not None:
                 self._keeper.begin(self.snapshot.memory)
 
-    def _look(self) -> list[tuple[int, bytes]]:
-        """Of each array its counter and first bytes, which tell of changes through `.data`: no counter shows them."""
-        sources = zip(self._counters, self._deferred, strict=True)
-        return [(count(), source[:ALIGNMENT].tobytes()) for count, (_, source) in sources]
+    def _look(self) -> list[tuple[int, tuple[bytes, ...]]]:
+        """Of each array its counter and some bytes, which tell of changes through `.data`: no counter shows them."""
+        return [(c(), _sample(source)) for c, (_, source) in zip(self._counters, self._deferred, strict=True)]
 
     def join(self) -> None:
         """Wait for its end; by the training thread."""

@@ -18,10 +18,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spark_elastic.errors import InvalidInput
 from spark_elastic.handwritten.fsdp import DividedModelHandler, DividedOptimizerHandler
-from spark_elastic.handwritten.sharded_commits import DividedTensor, ShardBuilder, get_shard_range, lay_out
+from spark_elastic.handwritten.sharded_commits import (
+    CommitKey,
+    DividedTensor,
+    ShardBuilder,
+    ShardedCommits,
+    get_shard_range,
+    lay_out,
+)
 from spark_elastic.handwritten.torch_state import ModelStateHandler, OptimizerStateHandler, TorchState
 from spark_elastic.integrations import torch_distributed as registration
 from spark_elastic.integrations.divided_models import DividedModel
+from spark_elastic.protocol.types import Phase, Position
 from spark_elastic.runs.snapshot import SnapshotBuilder
 
 RANK, SIZE = 1, 4
@@ -69,6 +77,34 @@ def test_a_commit_holds_this_ranks_shards_and_replicated_values() -> None:
         assert builder.tensors[piece.number] == DividedTensor(len(parameter), 8 * parameter[0].numel())
     extents = lay_out(builder.tensors, SIZE, RANK)[0]
     assert [extent.nbytes for extent in extents] == [local.nbytes for local in builder.locals]
+
+
+@pytest.mark.parametrize("through_data", [False, True], ids=["in place", "through .data"])
+@pytest.mark.parametrize("changes_momentum", [False, True], ids=["a parameter", "an optimizer's state"])
+def test_r20_a_divided_commit_is_whole_before_anything_can_change_it(
+    changes_momentum: bool, through_data: bool
+) -> None:
+    _, model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    handlers = {"model": DividedModelHandler(model), "optimizer": DividedOptimizerHandler(optimizer)}
+    key, position = CommitKey(1, (1, 1), SIZE), Position(0, Phase.TRAIN, 1)
+
+    def capture(builder: SnapshotBuilder) -> dict[str, Any]:
+        return {name: handler.capture(builder) for name, handler in handlers.items()}
+
+    commit = ShardedCommits().copy_state(RANK, key, position, capture)
+    shard, common = commit.shards[RANK].tobytes(), commit.common.memory.tobytes()
+    weight: Any = model.first.weight
+    changed = optimizer.state[weight]["momentum_buffer"] if changes_momentum else weight
+    before = changed.to_local().detach().numpy().copy()
+    with torch.no_grad():
+        (changed.to_local().data if through_data else changed.to_local()).mul_(2.0)
+    assert (changed.to_local().detach().numpy() == 2.0 * before).all()
+    assert before.tobytes() in shard
+    assert (commit.shards[RANK].tobytes(), commit.common.memory.tobytes()) == (shard, common)
 
 
 def test_a_state_of_whole_models_refuses_a_divided_one() -> None:

@@ -155,19 +155,33 @@ def test_r20_commits_right_before_each_step_are_never_torn() -> None:
 
 
 @pytest.mark.parametrize("through_data", [False, True], ids=["in place", "through .data"])
-def test_r20_a_change_outside_of_the_optimizer_spoils_that_commit_only(through_data: bool) -> None:
-    """Also if the copy ends within the change; no counter shows one through `.data`, and it changes all values."""
+@pytest.mark.parametrize("zeros", [0, 64], ids=["all", "not the first"])
+@pytest.mark.parametrize("changes_momentum", [False, True], ids=["a parameter", "an optimizer's state"])
+def test_r20_a_change_outside_of_the_optimizer_spoils_that_commit_only(
+    changes_momentum: bool, zeros: int, through_data: bool
+) -> None:
+    """Also if the copy ends within the change; no counter shows one through `.data`. zeros: as a row of padding has
+    them, which many changes leave as they are."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1 << 22))])
-    state: Any = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=1.0), batch=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    model[0].grad = torch.zeros(1 << 22)
+    optimizer.step()
+    optimizer.zero_grad()
+    changed = optimizer.state[model[0]]["momentum_buffer"] if changes_momentum else model[0]
+    with torch.no_grad():
+        changed[zeros:] = 1.0
+    state: Any = hvd.elastic.TorchState(model, optimizer, batch=0)
     for number in range(1, 30):
         state.batch = number
         state.commit()
         with torch.no_grad():
-            (model[0].data if through_data else model[0]).fill_(float(number))
+            (changed.data if through_data else changed).mul_(2.0)
         with warnings.catch_warnings():
             warnings.simplefilter("error" if number > 1 else "ignore")  # a void commit is told once
             state.restore()
-        assert len(set(model[0].detach()[:: 1 << 12].tolist())) == 1
+        now = optimizer.state[model[0]]["momentum_buffer"] if changes_momentum else model[0]
+        assert set(now.detach()[64 :: 1 << 12].tolist()) == {1.0}
+        assert not now[:zeros].any()
         assert state.batch == (number if number > 1 else 0)
     state.commit()
 
