@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,12 @@ import nets  # noqa: E402
 import numpy as np  # noqa: E402
 import phases  # noqa: E402
 import psutil  # noqa: E402
-import pyarrow as pa  # noqa: E402
-import pyarrow.parquet as pq  # noqa: E402
 import torch  # noqa: E402
 
 from spark_elastic import ElasticTorchEstimator  # noqa: E402
 from spark_elastic.data.manifest import Manifest  # noqa: E402
 from spark_elastic.data.plan import DataPlan  # noqa: E402
+from spark_elastic.data.reading.readers import open_reader  # noqa: E402
 from spark_elastic.data.reading.row_group_cache import DEFAULT_CACHE_BYTES  # noqa: E402
 from spark_elastic.data.store import Store  # noqa: E402
 from spark_elastic.torch import draw_rows  # noqa: E402
@@ -224,13 +224,16 @@ def fit(spark: Any, case: nets.Case, folder: str, run: str, epochs: int) -> tupl
 
 
 def train_plain(case: nets.Case, folder: str, epochs: int) -> dict[str, torch.Tensor]:
-    """One process over the same plan; of ours it uses the plan alone."""
+    """One process over the same plan; of ours it uses plan and reader alone."""
     store = Store.open(f"{folder}/store")
     name = next(Path(folder, "store").rglob("manifest.json")).relative_to(Path(folder, "store"))
     manifest = Manifest.load(store, str(name))
-    files = [pq.ParquetFile(store.path(name)).read() for name in manifest.files]
-    table = {name: pa.concat_tables(files)[name].to_numpy() for name in files[0].column_names}
-    x, y = torch.tensor(np.stack(table["x"])), torch.tensor(table["y"])
+    with closing(open_reader("arrow", store, manifest)) as reader:
+        groups = [reader.fetch(group) for group in range(len(manifest.row_groups))]
+    table = {
+        column.name: np.concatenate([each[column.name] for each in groups]) for column in manifest.columns
+    }
+    x, y = torch.tensor(table["x"]), torch.tensor(table["y"])
     w = torch.tensor(table["w"]) if case.weight else torch.ones(len(y))
     most = manifest.max_decoded_group_bytes()
     plan = DataPlan.for_run(manifest.group_rows, BATCH * WORKERS, SEED, WORKERS, most, DEFAULT_CACHE_BYTES)
