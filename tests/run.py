@@ -74,7 +74,8 @@ def interrupt(*_: object) -> None:
 
 def archive_classes() -> None:
     """The classes that Spark loads, for JVMs to map: a third of what tests on Spark compute goes without it."""
-    program = os.path.join(os.environ["JAVA_HOME"], "bin", "java") if "JAVA_HOME" in os.environ else "java"
+    home = os.environ.get("JAVA_HOME")  # an empty one is none
+    program = os.path.join(home, "bin", "java") if home else "java"
     java = subprocess.run([program, "-version"], capture_output=True, text=True, check=True).stderr
     ready, wanted = BUILD / "spark-classes.ready", f"{java}Version: {version('pyspark')}\n"
     if not ready.exists() or ready.read_text() != wanted:

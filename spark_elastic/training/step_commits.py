@@ -17,9 +17,7 @@ from spark_elastic.runs.snapshot import SnapshotBuffer
 from spark_elastic.training.trainer import TrainingState
 
 SHARE = 0.05  # of the time, that commits cost at most
-LONGEST = (
-    0.5  # seconds from one commit to the next, if the training thread alone spends no more than its share
-)
+LONGEST = 0.5  # seconds from one commit to the next, if this thread alone spends no more than its share
 
 
 class StepCommits:

@@ -219,7 +219,7 @@ def _to_array(found: dict[str, Any], column: Column, rows: int, constants: Mappi
         )
     values = found[column.name] if column.name in found else np.full(rows, constants[column.name])
     array = np.asarray(values)
-    if column.shape and array.ndim == 1:  # stored as their bytes
+    if column.shape and isinstance(array[0], bytes):  # rows that are stored as their bytes
         array = np.frombuffer(b"".join(array), column.dtype).reshape(-1, *column.shape)
     array = array.astype(column.dtype, copy=False)
     if array.shape != (rows, *column.shape):
