@@ -93,8 +93,9 @@ def test_hosts_of_a_link_of_20_ms_take_that_long_and_leave_nothing_behind() -> N
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
         report, _ = running.communicate(timeout=90)
     assert running.returncode == 0
-    measured = re.search(r"bcube, 2 ranks, 4 KB, fitted +[\d.]+ +([\d.]+)  ms", report)
-    assert measured is not None
+    # A number that ends in zeros is written without them, in a column of one width; a machine may be busy.
+    measured = re.search(r"bcube, 2 ranks, 4 KB, (?:fitted|processors busy) +[\d.]+ +([\d.]+) +ms", report)
+    assert measured is not None, report
     assert float(measured[1]) > 40.0  # there and back
     spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert f"spark-elastic-{running.pid}-" not in spaces
