@@ -26,6 +26,7 @@ os.environ.setdefault("SPARK_ELASTIC_SPARE_AFTER", "0")
 
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(LIGHT_START)]))
 sys.path.append(str(LIGHT_START))  # which a slot's process gets
+gc.set_threshold(20_000)  # as processes that tests start have it: imports are a third shorter
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

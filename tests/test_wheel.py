@@ -104,8 +104,11 @@ def test_wheel_runs_beside_the_oldest_platform(wheel: Path) -> None:
 def test_wheel_runs_beside_the_newest_spark(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other tests run on it, too, but on the sources and in the environment that they were installed into."""
+    """The other tests run on it, too, but on the sources and in the environment that they were installed into.
+
+    They lose executors; what the installed files lack, one JVM shows.
+    """
     monkeypatch.setenv("JDK_JAVA_OPTIONS", cluster_environment()["JDK_JAVA_OPTIONS"])  # JVMs start sooner
     environment = Environment.borrow(tmp_path / "venv")
     assert environment.install(wheel).keys() == {"spark-elastic"}
-    assert environment.check("fit")["fit"].startswith("worlds of [3, 2")
+    assert environment.check("local")["fit"].startswith("worlds of [2, ")

@@ -1,18 +1,22 @@
-"""A small table, an estimator that trains on it, and what torch alone makes of both."""
+"""A small table, an estimator that trains on it, and what torch alone makes of both.
+
+Workers import this module for `Net`, each of them anew: it imports nothing that they do not have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from pyspark.sql import DataFrame, SparkSession
 
-from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
-from spark_elastic.estimators.torch_model import ElasticTorchModel
-from spark_elastic.testing import ClusterFaults, InjectedFault
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+    from spark_elastic.estimators.torch_model import ElasticTorchModel
 
 ROWS = 48
 WORKERS = 2
@@ -42,6 +46,8 @@ class Net(torch.nn.Module):
 
 
 def estimator(store: Path | str, **changes: Any) -> ElasticTorchEstimator:
+    from spark_elastic.estimators.torch_estimator import ElasticTorchEstimator
+
     net = Net()
     values: dict[str, Any] = {
         "model": net,
@@ -87,6 +93,8 @@ def compute_mse(output: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch
 
 def fit_through_a_kill(spark: SparkSession, folder: Path, epochs: int = 6, **settings: Any) -> dict[str, Any]:
     """What a program sees of a fit of two workers, one of which is killed, and of the model that it saves and loads."""
+    from spark_elastic.testing import ClusterFaults, InjectedFault
+
     df = table(spark)
     faults = ClusterFaults([InjectedFault("kill worker", step=0, epoch=2, rank=1)], str(folder / "faults"))
     how = {"num_workers": 2, "batch_size": ROWS // 2, "epochs": epochs, "callbacks": [faults.callback()]}
