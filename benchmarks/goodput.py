@@ -4,9 +4,9 @@ Columns: what the model says as "ours" and what was measured as "peer"; of the d
 
 A check predicts how long the runs of one plan of head to head take. What goes in: the paces of the peer's undisturbed
 runs, second by second; the pace of a worker that is alone and what single faults cost from the *other* plans, and, of
-faults that only one plan has, from the other runs of that plan. The predicted run does not enter, or with one number: the
-pace of its calm seconds, which says how fast the machine was just then. Each run is predicted by itself, as the median
-of many draws; a row has the medians over the runs.
+faults that only one plan has, from the other runs of that plan. The predicted run does not enter, or with one number:
+the pace of its calm seconds, which says how fast the machine was just then. Each run is predicted by itself, as the
+median of many draws; a row has the medians over the runs.
 
 The draws take rates of failures from publications, and costs from this repository's records: how long a silent host
 stays unnoticed and a restart of torchrun from head to head, a next world at that size from `control_plane.json`. The
@@ -34,8 +34,7 @@ from benchmarks.parts.report import Row
 RESULTS = Path(__file__).parent / "results"
 KILL_PLANS = {"kill": (10.0, 20.0), "often": (5.0, 10.0)}  # the first kill, and seconds between two
 HOST_PLANS = {"return": 10.0, "scale": 20.0}  # seconds for which a host is away
-STOPS = {"stop": 20.0, "silence": 20.0}  # seconds until what was stopped goes on
-GONE = {**HOST_PLANS, **STOPS}
+STOPS = ("stop", "silence")
 SINGLE_PLANS = ("none", "stop", "silence", "driver")  # with a fault that no other plan has
 PLANS = ("none", *KILL_PLANS, *HOST_PLANS, *SINGLE_PLANS[1:])
 # Who waits for a host that is away and goes back to a checkpoint: how many of the newest a fault finds unfinished.
@@ -44,7 +43,8 @@ STAYS = {"ray"}  # its worker works on while its host leaves with notice, until 
 SHARE = {"torchft": 0.5}  # of a step's rows, that a worker which is alone takes
 OWN = ", own pace"
 YOUNG = 6.0  # seconds after a start, in which Ray's steps take half as long as later
-SETTLED = 2.0  # seconds after a fault and its stall, or after a host is back, until a second counts as calm
+SETTLED = 2.0  # seconds after a stall, or after all workers are there again, until a second counts as calm
+ALONE = 0.9  # share of the steps with all workers, below which a stopped one was missed
 NEAR = 0.03  # that a prediction should be off by at most
 HOST = 8  # workers that fail together
 DAY = 86_400.0
@@ -86,8 +86,8 @@ class Peer:
         return float(usual / run.get("base", usual))
 
     def full_paces(self, age: float | None = None, without: dict[str, Any] | None = None) -> list[float]:
-        """Steps a second in the undisturbed runs, by seconds. age: seconds since the start; those of all who restart are
-        of as young jobs, or as old ones."""
+        """Steps a second in the undisturbed runs, by seconds. age: seconds since the start; of peers that start again,
+        those of jobs as young as that, or else of older ones."""
         begin, end = 0.0, math.inf
         if self.waits and age is not None:
             begin, end = (0.0, YOUNG) if age < YOUNG else (YOUNG, math.inf)
@@ -96,21 +96,20 @@ class Peer:
 
     def _find_calm(self, run: dict[str, Any]) -> Iterator[tuple[float, float]]:
         """Seconds since the start or the last pause, and steps a second, while all workers took steps that stayed."""
-        plan, begin, age = run["plan"], 0.0, 0.0
-        undone = 0.0
-        if self.waits and plan not in STOPS:
+        faults, begin, age, undone = run["faults"], 0.0, 0.0, 0.0
+        if self.waits and run["plan"] not in STOPS:
             kept = self._record["checkpoint_steps"] * (1 + RESTARTING[self.name])
             undone = 1.0 + kept / statistics.mean(self.full_paces())
-        for fault, stall in zip(run["faults"], run["stalls"], strict=True):
-            if plan == "scale" and self.name in STAYS and fault == run["faults"][0]:
+        for fault, stall in zip(faults, run["stalls"], strict=True):
+            if run["plan"] == "scale" and self.name in STAYS and fault == faults[0]:
                 continue
-            away = GONE.get(plan, 0.0) if fault == run["faults"][0] else 0.0
-            yield from self._date(run, begin, fault - undone, age)
-            begin, age = max(begin, fault + max(stall, away) + SETTLED), SETTLED
-        yield from self._date(run, begin, run["seconds"] - 1.0, age)
-
-    def _date(self, run: dict[str, Any], begin: float, end: float, age: float) -> Iterator[tuple[float, float]]:
-        return ((age + second, pace) for second, pace in enumerate(self._paces(run, begin, end)))
+            yield from enumerate(self._paces(run, begin, fault - undone), int(age))
+            alone = (1 - run["full"]) / (1 if run["plan"] in HOST_PLANS else len(faults))
+            if alone and (fault == faults[0] or run["plan"] in KILL_PLANS):
+                until = run["curve"][int(fault)] + alone
+                begin = SETTLED + sum(share < until for share in run["curve"])
+            begin, age = max(begin, fault + stall + SETTLED), SETTLED
+        yield from enumerate(self._paces(run, begin, run["seconds"] - 1.0), int(age))
 
     def alone_paces(self, without: str) -> list[float]:
         """Steps a second of one worker, in other plans where it is alone for seconds; half of all's where none is."""
@@ -211,7 +210,7 @@ def make_faults(peer: Peer, run: dict[str, Any], costs: Costs, dice: random.Rand
     elif plan in HOST_PLANS:
         yield Fault(10.0, (lambda: 0.0) if peer.waits else pause, 1, HOST_PLANS[plan])
     elif plan != "none":
-        yield Fault(10.0, pause, alone if plan == "silence" else 0, 20.0)
+        yield Fault(10.0, pause, int(run["full"] < ALONE) if plan in STOPS else 0, 20.0)
 
 
 def predict(peer: Peer, run: dict[str, Any], record: dict[str, Any], own: bool, draws: int) -> float:
