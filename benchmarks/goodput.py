@@ -4,8 +4,9 @@ Columns: what the model says as "ours" and what was measured as "peer"; of the d
 
 A check predicts how long the runs of one plan of head to head take. What goes in: the paces of the peer's undisturbed
 runs, second by second; the pace of a worker that is alone and what single faults cost from the *other* plans, and, of
-faults that only one plan has, from the other runs of that plan. The predicted run never enters. Each run is predicted
-by itself, as the median of many draws; a row has the medians over the runs.
+faults that only one plan has, from the other runs of that plan. The predicted run does not enter, or with one number:
+the pace of its calm seconds, which says how fast the machine was just then. Each run is predicted by itself, as the
+median of many draws; a row has the medians over the runs.
 
 The draws take rates of failures from publications, and costs from this repository's records: how long a silent host
 stays unnoticed and a restart of torchrun from head to head, a next world at that size from `control_plane.json`. The
@@ -22,6 +23,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from benchmarks.parts.report import Row
 RESULTS = Path(__file__).parent / "results"
 KILL_PLANS = {"kill": (10.0, 20.0), "often": (5.0, 10.0)}  # the first kill, and seconds between two
 HOST_PLANS = {"return": 10.0, "scale": 20.0}  # seconds for which a host is away
+STOPS = ("stop", "silence")
 SINGLE_PLANS = ("none", "stop", "silence", "driver")  # with a fault that no other plan has
 PLANS = ("none", *KILL_PLANS, *HOST_PLANS, *SINGLE_PLANS[1:])
 # Who waits for a host that is away and goes back to a checkpoint: how many of the newest a fault finds unfinished.
@@ -39,6 +42,9 @@ RESTARTING = {"torchrun": 0, "ray": 1}
 STAYS = {"ray"}  # its worker works on while its host leaves with notice, until the host is back
 SHARE = {"torchft": 0.5}  # of a step's rows, that a worker which is alone takes
 OWN = ", own pace"
+YOUNG = 6.0  # seconds after a start, in which Ray's steps take half as long as later
+SETTLED = 2.0  # seconds after a stall, or after all workers are there again, until a second counts as calm
+ALONE = 0.9  # share of the steps with all workers, below which a stopped one was missed
 NEAR = 0.03  # that a prediction should be off by at most
 HOST = 8  # workers that fail together
 DAY = 86_400.0
@@ -71,21 +77,39 @@ class Peer:
         return select(self._record, self.name, plan)
 
     def slowness(self, run: dict[str, Any], own: bool = False) -> float:
-        """How many times as long as usual a step took on that day, or, `own`, in the run's first seconds."""
+        """How many times as long as usual a step took on that day, or, `own`, in the run's calm seconds."""
         if own:
-            return statistics.mean(self.full_paces()) / statistics.mean(self.first_paces(run))
+            calm = list(self._find_calm(run))
+            usual = [statistics.mean(self.full_paces(age)) for age, _ in calm]
+            return sum(usual) / sum(pace for _, pace in calm)
         usual = statistics.median(rate(other) for other in self.runs("none"))
         return float(usual / run.get("base", usual))
 
-    def full_paces(self, without: dict[str, Any] | None = None) -> list[float]:
-        """Steps a second in the undisturbed runs, by seconds."""
+    def full_paces(self, age: float | None = None, without: dict[str, Any] | None = None) -> list[float]:
+        """Steps a second in the undisturbed runs, by seconds. age: seconds since the start; of peers that start again,
+        those of jobs as young as that, or else of older ones."""
+        begin, end = 0.0, math.inf
+        if self.waits and age is not None:
+            begin, end = (0.0, YOUNG) if age < YOUNG else (YOUNG, math.inf)
         runs = [run for run in self.runs("none") if run is not without]
-        return [pace for run in runs for pace in self._paces(run, 0, run["seconds"])]
+        return [pace for run in runs for pace in self._paces(run, begin, min(end, run["seconds"]))]
 
-    def first_paces(self, run: dict[str, Any]) -> list[float]:
-        """The same in the first seconds of a run, of which no step is undone."""
-        until = (run["faults"] or [10.0])[0]
-        return self._paces(run, 0, 0.6 * until if self.waits else until)
+    def _find_calm(self, run: dict[str, Any]) -> Iterator[tuple[float, float]]:
+        """Seconds since the start or the last pause, and steps a second, while all workers took steps that stayed."""
+        faults, begin, age, undone = run["faults"], 0.0, 0.0, 0.0
+        if self.waits and run["plan"] not in STOPS:
+            kept = self._record["checkpoint_steps"] * (1 + RESTARTING[self.name])
+            undone = 1.0 + kept / statistics.mean(self.full_paces())
+        for fault, stall in zip(faults, run["stalls"], strict=True):
+            if run["plan"] == "scale" and self.name in STAYS and fault == faults[0]:
+                continue
+            yield from enumerate(self._paces(run, begin, fault - undone), int(age))
+            alone = (1 - run["full"]) / (1 if run["plan"] in HOST_PLANS else len(faults))
+            if alone and (fault == faults[0] or run["plan"] in KILL_PLANS):
+                until = run["curve"][int(fault)] + alone
+                begin = SETTLED + sum(share < until for share in run["curve"])
+            begin, age = max(begin, fault + stall + SETTLED), SETTLED
+        yield from enumerate(self._paces(run, begin, run["seconds"] - 1.0), int(age))
 
     def alone_paces(self, without: str) -> list[float]:
         """Steps a second of one worker, in other plans where it is alone for seconds; half of all's where none is."""
@@ -153,11 +177,15 @@ def make_job(
     peer: Peer, run: dict[str, Any], costs: Costs, checkpoint: int, own: bool, dice: random.Random
 ) -> Job:
     slowness = peer.slowness(run, own)
-    full = peer.full_paces(without=None if own else run)
     alone = peer.alone_paces(without=run["plan"])
+
+    @cache
+    def find_full(is_young: bool) -> list[float]:
+        return peer.full_paces(0.0 if is_young else YOUNG, without=None if own else run)
+
     return Job(
         workers=2,
-        pace=lambda members: dice.choice(full if members == 2 else alone) / slowness,
+        pace=lambda members, age: dice.choice(find_full(age < YOUNG) if members == 2 else alone) / slowness,
         delay=lambda: dice.choice(costs.delays or [0.0]),
         join=lambda: dice.choice(costs.joins or [0.0]),
         checkpoint=checkpoint if peer.waits and run["plan"] not in ("stop", "silence") else 0,
@@ -182,7 +210,7 @@ def make_faults(peer: Peer, run: dict[str, Any], costs: Costs, dice: random.Rand
     elif plan in HOST_PLANS:
         yield Fault(10.0, (lambda: 0.0) if peer.waits else pause, 1, HOST_PLANS[plan])
     elif plan != "none":
-        yield Fault(10.0, pause, alone if plan == "silence" else 0, 20.0)
+        yield Fault(10.0, pause, int(run["full"] < ALONE) if plan in STOPS else 0, 20.0)
 
 
 def predict(peer: Peer, run: dict[str, Any], record: dict[str, Any], own: bool, draws: int) -> float:
@@ -194,7 +222,7 @@ def predict(peer: Peer, run: dict[str, Any], record: dict[str, Any], own: bool, 
 
 
 def check(record: dict[str, Any], draws: int, where: str = "") -> list[Row]:
-    """Two rows for each peer under each plan: at the pace of undisturbed runs, and of the run's own first seconds."""
+    """Two rows for each peer under each plan: at the pace of undisturbed runs, and of the run's own calm seconds."""
     rows = []
     names = dict.fromkeys(run["peer"] for run in record["runs"])
     for name, plan, own in itertools.product(names, PLANS, (False, True)):
@@ -240,7 +268,7 @@ def draw_goodput(
     dice = random.Random(workers)
     job = Job(
         workers,
-        pace=lambda members: members / workers / STEP,
+        pace=lambda members, age: members / workers / STEP,
         join=lambda: join,
         window=math.inf,
         checkpoint=round(checkpoint / STEP),
@@ -279,7 +307,7 @@ def measure(draws: int = 400, sizes: tuple[int, ...] = (1000, 10_000)) -> list[R
     return [
         *checks,
         count_near("the pace of undisturbed runs", [row for row in checks if row not in own]),
-        count_near("their own first pace", own),
+        count_near("their own pace", own),
         *draw(full, control, sizes),
     ]
 

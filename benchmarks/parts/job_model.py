@@ -1,8 +1,9 @@
 """A discrete-event model of a training job that loses workers and gets them back: nothing here is measured.
 
-Between two events a job takes steps at a pace that depends on how many its members are and is drawn anew each `window`.
-A fault holds the job up, takes workers away and, where the job goes back to a checkpoint, undoes steps; capacity that
-is there again comes in after a delay and holds the job up once more. A fault during such a pause begins another.
+Between two events a job takes steps at a pace that depends on how many its members are and on how long ago it was
+held up last, and is drawn anew each `window`. A fault holds the job up, takes workers away and, where the job goes back
+to a checkpoint, undoes steps; capacity that is there again comes in after a delay and holds the job up once more. A
+fault during such a pause begins another.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Job:
     """One peer's job. A job that keeps no checkpoint loses no step."""
 
     workers: int  # at full size
-    pace: Callable[[int], float]  # steps a second, by members
+    # Steps a second, by members and seconds since the start or the last pause.
+    pace: Callable[[int, float], float]
     delay: Draw = lambda: 0.0  # seconds from capacity to a newcomer that is ready
     join: Draw = lambda: 0.0  # seconds without a step when it comes in
     window: float = 1.0  # seconds for which a drawn pace stays
@@ -67,7 +69,7 @@ def simulate(
         until = min(queue[0][0] if queue else math.inf, seconds)
         begin = max(now, paused_until)
         if begin < until and members >= job.fewest:
-            pace = job.pace(members)
+            pace = job.pace(members, begin - paused_until)
             now = min(until, begin + job.window, begin + (steps - done) / pace)
             done = steps if now < until and now < begin + job.window else done + pace * (now - begin)
             continue
