@@ -288,7 +288,7 @@ def operations(trace: str) -> dict[str, Any]:
 
 def test_operations_continue_after_a_loss_and_sets_follow_the_world(fault: Fault, tmp_path: Path) -> None:
     run = Run(operations, (str(tmp_path / "trace.json"),), room=3, num_workers=3, min_workers=2)
-    run.at(8, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
+    run.at(8, lambda: fault(kill, run.cluster, max(run.cluster.slots())))
     results = run.results()
     worlds = results[0]["worlds"]
     assert len(worlds) >= STEPS
