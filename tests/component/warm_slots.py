@@ -100,12 +100,13 @@ class WarmLauncher(ProcessLauncher):
     """`ProcessLauncher` on those processes, where there is a pool of them."""
 
     pool: ClassVar[WarmSlots | None] = None
+    shares: ClassVar[bool] = True
     shared: Mapping[str, str] = {}  # variables of slots that share their imports
 
     def start(self, spec: SlotSpec, post: Post) -> None:
         super().start(spec, post)
         if self.pool is not None:
-            if any(map(FRAMEWORK.match, self.spec.imports)):
+            if self.shares and any(map(FRAMEWORK.match, self.spec.imports)):
                 self.shared = {SPARK_SECRET: "of these tests"}
             self.spec = replace(self.spec, imports=self.pool.widen(self.spec.imports), fork_workers=True)
 
