@@ -26,6 +26,7 @@ os.environ.setdefault("SPARK_ELASTIC_SPARE_AFTER", "0")
 
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(LIGHT_START)]))
 sys.path.append(str(LIGHT_START))  # which a slot's process gets
+THRESHOLDS = gc.get_threshold()
 gc.set_threshold(20_000)  # as processes that tests start have it: imports are a third shorter
 
 
@@ -48,6 +49,7 @@ def pytest_collection_finish() -> None:
     fetch memory back that was cold for many minutes."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*THRESHOLDS)
 
 
 @pytest.hookimpl(wrapper=True)
