@@ -78,19 +78,8 @@ def list_workers(cluster: ProcessLauncher) -> list[psutil.Process]:
 
 def find_worker(slot: int) -> list[psutil.Process]:
     """The training process of a slot's process, if there is one; its spare is younger."""
-    return sorted(list_training(slot), key=lambda process: process.create_time())[:1]
-
-
-def list_training(slot: int) -> list[psutil.Process]:
-    """The training process of a slot's process and its spare. Another slot's server may have forked them."""
-    from tests.spark.cluster import find_slot  # workers import this module
-
-    return [each for each in psutil.process_iter() if is_training_process(each) and find_slot(each) == slot]
-
-
-def list_processes(slot: int) -> list[psutil.Process]:
-    """What a slot's process has started, and all training processes that are its own."""
-    return list({*psutil.Process(slot).children(), *list_training(slot)})
+    workers = [child for child in psutil.Process(slot).children() if is_training_process(child)]
+    return sorted(workers, key=lambda child: child.create_time())[:1]
 
 
 def is_training_process(child: psutil.Process) -> bool:
@@ -103,7 +92,7 @@ def is_training_process(child: psutil.Process) -> bool:
 
 def kill(cluster: ProcessLauncher, job: int) -> None:
     """A slot and its processes at once, which by themselves die a little after it."""
-    processes = list_processes(cluster.slots()[job])
+    processes = psutil.Process(cluster.slots()[job]).children()
     cluster.kill(job)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,6 +1,5 @@
 """Slots whose processes stay for later jobs, as Spark keeps its Python workers: a slot forks training processes from a
-server, which has imported for the jobs before what the next one needs, too. Those of a job that imports a framework get
-their servers from the first one's, as slots of one executor.
+server, which has imported for the jobs before what the next one needs, too.
 
 `python -m tests.component.warm_slots` is such a process, until its standard input ends.
 """
@@ -14,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -23,7 +21,7 @@ from spark_elastic.driver.ports import Post
 from spark_elastic.protocol.types import SlotSpec
 from spark_elastic.rendezvous import codec
 from spark_elastic.testing.fakes import ProcessLauncher
-from spark_elastic.worker.forking import SPARK_SECRET, fork_server_cache
+from spark_elastic.worker.forking import fork_server_cache
 from spark_elastic.worker.handover import describe_exit
 from tests.leaks import SessionOwned
 
@@ -31,7 +29,6 @@ MOST = 4  # processes that wait for a job
 # What most jobs of torch import. After these, others of this package take no time: processes import them themselves.
 WITH_TORCH = "numpy", "numpy.typing", "spark_elastic.torch", "spark_elastic.handwritten.object_state"
 OURS = re.compile(r"spark_elastic\.[\w.]+")  # without the aliases, which are optional: with a "?"
-FRAMEWORK = re.compile(r"(torch|tensorflow|keras)\b")
 # Variables that pytest and libraries set in this process: another environment would need another server.
 LEFT_OUT = ("PYTEST_", "ACCELERATE_", "PYTORCH_", "TORCHINDUCTOR_")
 Process = subprocess.Popen[bytes]
@@ -100,14 +97,10 @@ class WarmLauncher(ProcessLauncher):
     """`ProcessLauncher` on those processes, where there is a pool of them."""
 
     pool: ClassVar[WarmSlots | None] = None
-    shares: ClassVar[bool] = True
-    shared: Mapping[str, str] = {}  # variables of slots that share their imports
 
     def start(self, spec: SlotSpec, post: Post) -> None:
         super().start(spec, post)
         if self.pool is not None:
-            if self.shares and any(map(FRAMEWORK.match, self.spec.imports)):
-                self.shared = {SPARK_SECRET: "of these tests"}
             self.spec = replace(self.spec, imports=self.pool.widen(self.spec.imports), fork_workers=True)
 
     def kill(self, launch: int, sig: int = signal.SIGKILL) -> None:
@@ -119,7 +112,7 @@ class WarmLauncher(ProcessLauncher):
             return super().run_process(launch, host)
         process = self.processes[launch] = self.pool.take(self.spec.imports)
         variables = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
-        variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **self.shared}
+        variables |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         assert process.stdin is not None
         assert process.stdout is not None
         try:

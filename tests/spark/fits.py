@@ -128,8 +128,7 @@ def fit_through_a_loss(
     )
     model = fit(est) if fit else est.fit(df)
     sizes = [world.size for world in model.summary.worlds]
-    # Where a core is free, the next world may be whole again.
-    assert len(sizes[sizes.index(workers) :]) > 1, "no executor was lost"
+    assert workers - 1 in sizes[sizes.index(workers) :], "no executor was lost"
     assert max(sizes) == workers
     assert sizes[-1] == workers or not again
     assert is_close(model, train_plain(df, epochs, compute_mse))

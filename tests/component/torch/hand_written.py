@@ -288,16 +288,14 @@ def assert_continued(run: Run, results: list[Any], alone: dict[str, Any], ledger
 CARRIERS = ["engine", simulated_nccl.NAME]
 
 
-def run_over(
-    carrier: str, train: Any, size: int, modules: tuple[str, ...] = ()
-) -> tuple[list[Any], list[int]]:
-    """Call a function on that many workers. Returns the results, by rank, and the sizes of all worlds. modules: that
-    workers import in advance."""
+def run_over(carrier: str, train: Any, size: int) -> tuple[list[Any], list[int]]:
+    """Call a function on that many workers. Returns the results, by rank, and the sizes of all worlds."""
     with pytest.MonkeyPatch.context() as patch:
+        modules: tuple[str, ...] = ()
         if carrier != "engine":
             patch.setenv("SPARK_ELASTIC_BULK_BACKEND", carrier)
             patch.setenv("SPARK_ELASTIC_HYBRID_RECOVERY", "0")
-            modules = (*modules, simulated_nccl.__name__)
+            modules = (simulated_nccl.__name__,)
         job = Run(train, room=size, num_workers=size, modules=modules)
         results = job.results()
     assert (f"gradients travel by {carrier}" in job.lines.getvalue()) == (carrier != "engine")

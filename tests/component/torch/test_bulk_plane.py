@@ -15,7 +15,7 @@ import pytest
 
 from spark_elastic.testing.fakes import ProcessLauncher
 from tests import simulated_nccl
-from tests.component.injected_faults import inject_faults, kill, list_processes
+from tests.component.injected_faults import inject_faults, kill
 from tests.component.torch.elastic_jobs import JOBS, TOGETHER
 from tests.component.torch.hand_written import STEPS, Run, assert_exact, train
 from tests.component.torch.job import Data, Follower, Job, LauncherFactory, train_and_check
@@ -102,8 +102,8 @@ def test_a_stopped_worker_is_evicted(mlp: Training, fault: Fault) -> None:
 
     def inject_fault() -> None:
         mlp.await_switches(1)
-        slot = mlp.cluster.slots()[mlp.find_slot(1)]
-        stopped.extend([psutil.Process(slot), *list_processes(slot)])
+        slot = psutil.Process(mlp.cluster.slots()[mlp.find_slot(1)])
+        stopped.extend([slot, *slot.children(recursive=True)])
         for process in stopped:
             fault(os.kill, process.pid, signal.SIGSTOP)
 

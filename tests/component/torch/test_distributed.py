@@ -35,17 +35,12 @@ pytestmark = [pytest.mark.native, pytest.mark.timeout(300)]
 for module in (__name__, calls.__name__, distributed_programs.__name__, suite.__name__):
     cloudpickle.register_pickle_by_value(sys.modules[module])
 
-# What ranks would import each by itself.
-MODULES = ("torch.distributed.fsdp", "torch.testing._internal.common_distributed")
-if calls.VERSION >= (2, 9):
-    MODULES = (*MODULES, "torch.distributed.tensor.debug")
-
 
 @pytest.fixture(scope="module", params=CARRIERS)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of all calls and programs, by rank: one world makes them all."""
     suite = str(tmp_path_factory.mktemp("suite")) if request.param == "engine" else ""
-    return run_over(request.param, partial(call_and_run, suite), SIZE, MODULES)[0]
+    return run_over(request.param, partial(call_and_run, suite), SIZE)[0]
 
 
 def call_and_run(suite: str) -> dict[str, Any]:

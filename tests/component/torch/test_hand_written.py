@@ -37,7 +37,6 @@ from tests.component.torch.hand_written import (
     hold,
     train,
 )
-from tests.component.warm_slots import WarmLauncher
 from tests.pages import apply_diff, blocks
 from tests.patience import until
 from tests.scenarios import Fault
@@ -287,11 +286,7 @@ def operations(trace: str) -> dict[str, Any]:
     return {"worlds": worlds}
 
 
-def test_operations_continue_after_a_loss_and_sets_follow_the_world(
-    fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The next worker imports until the end, and takes no rank.
-    monkeypatch.setattr(WarmLauncher, "shares", False)
+def test_operations_continue_after_a_loss_and_sets_follow_the_world(fault: Fault, tmp_path: Path) -> None:
     run = Run(operations, (str(tmp_path / "trace.json"),), room=3, num_workers=3, min_workers=2)
     run.at(8, lambda: fault(run.cluster.kill, max(run.cluster.slots())))
     results = run.results()
