@@ -180,10 +180,8 @@ def measure_case(case: Case, df: DataFrame, store: str, rounds: int) -> list[Row
     fits = dict(zip(phases, medians["fit"], strict=True))
     best = max(medians["one thread"][0], medians["two threads"][0])
     (bound, ready), summed, trained = medians["alone"], medians["summed"][0], fits.pop("rows/s")
-    loops, against = (
-        f"{case.name}: {WORKERS} plain loops that",
-        "against loops that sum one flat gradient a step",
-    )
+    loops = f"{case.name}: {WORKERS} plain loops that"
+    against = "against loops that sum one flat gradient a step"
     rows = [
         Row(f"{case.name}: training", trained, best, "rows/s"),
         Row(f"{case.name}: training, against DistributedDataParallel", trained, medians["DDP"][0], "rows/s"),
