@@ -188,7 +188,7 @@ def make_job(
         pace=lambda members, age: dice.choice(find_full(age < YOUNG) if members == 2 else alone) / slowness,
         delay=lambda: dice.choice(costs.delays or [0.0]),
         join=lambda: dice.choice(costs.joins or [0.0]),
-        checkpoint=checkpoint if peer.waits and run["plan"] not in ("stop", "silence") else 0,
+        checkpoint=checkpoint if peer.waits and run["plan"] not in STOPS else 0,
         lag=RESTARTING.get(peer.name, 0),
         fewest=2 if peer.waits else 1,
     )
